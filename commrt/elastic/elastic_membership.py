@@ -40,8 +40,9 @@ from commrt.runtime.world import World
 from commrt.store.client import call_store
 from commrt.store.keys import delete_earlier_models, store_of_model
 from commrt.threads.calls import start_call
-from commrt.threads.comm_thread import RecoveredError, refusal_after
+from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
+from commrt.threads.refusals import refusal_after
 from commrt.transport.protocol import CPU
 
 T = TypeVar("T")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communication thread: it runs all communication of a world, in the order of submission."""
+"""The communication thread: it runs all communication of a world, in the order of submission.
+
+It knows nothing of ranks: what a task does is its own, and a world is told by `on_failure`.
+"""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from copy import copy
 from math import inf
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -15,31 +16,19 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import profiler
 
-from commrt.errors import DeadlineExceeded, Evicted, TransportClosed, TransportError, UsageError
-from commrt.threads.deadline import Deadline
-from commrt.threads.future import ON_COMM_THREAD, Future
+from commrt.errors import TransportClosed, UsageError
+from commrt.threads.callback_watch import watch_callbacks
+from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, TORCH, Fact, Recorder, within_range
+from commrt.threads.refusals import (
+    CLOSED,
+    IN_A_CALL,
+    INHERITED,
+    ON_COMM_THREAD,
+    refusal_after,
+)
 from commrt.threads.starting import start_thread
 from commrt.threads.streams import DONE, HOST, StreamEvent
-
-_log = logging.getLogger("commrt")
-
-CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
-STUCK = (
-    "a callback of a future kept the communication thread waiting for longer than {:g} s, so the"
-    " world was given up: let it wait for no other thread and for no transfer that comes later, but"
-    " begin in it what it waits for"
-)
-IN_A_CALL = (
-    "a signal handler interrupted a collective call of its own thread, and can neither communicate"
-    " nor close anything before that call ends: set a flag in the handler and act on it in your"
-    " loop, or raise an exception to end the call"
-)
-INHERITED = (
-    "this world belongs to the process that opened it, and a forked child cannot use it:"
-    " communicate in that process only, or start this one with multiprocessing's spawn or a"
-    " launcher and call init() in it"
-)
 
 EXIT_S = 5.0
 """How long a process that ends waits for tasks that were told to end.
@@ -68,6 +57,10 @@ class CommThread:
     Callbacks of a task's future run between this task and the next one. What they submit runs at
     once, so its place in the order is the same on all ranks. A callback that takes longer than
     `limit_s`, not counting what it submits, ends the world: it may wait for a later task.
+
+    While no task is pending, `run` and `call` run one on the calling thread instead: "a thread that
+    has its turn" is this one or that, never two at once. Other methods say where they do not fit
+    any thread. A forked child has no such thread: `leave_to_parent` refuses all in it.
     """
 
     def __init__(
@@ -77,29 +70,42 @@ class CommThread:
         limit_s: Callable[[], float] = lambda: inf,
     ) -> None:
         self.streams = HOST
+        """The streams on which tasks queue work; a task sets them, when it has connected a GPU."""
         self.recorder: Recorder | None = None
-        """Receives ranges of time of the tasks, and of who waits for them."""
+        """Receives ranges of time of the tasks, and of who waits for them; set on any thread."""
         self.newest: Future[Any] | None = None
-        """The newest task that another thread has submitted."""
+        """The newest task that another thread has submitted, which notes it; None after `call`."""
+        self.failure: BaseException | None = None
+        """The first error of a task, or the reason given to `give_up`; it stays.
+
+        Written by the thread that has its turn or watches callbacks, and by any in `give_up`.
+        """
+        self._on_failure = on_failure
         self._limit_s = limit_s
-        # another object each time that callbacks begin, or go on after a task
+        self._name = name
+        # None, but while callbacks run: then another object each time that they begin, or go on
+        # after a task; written by the thread that has its turn, or had it just now
         self._in_callbacks: object | None = None
-        self._is_watched = False
+        self._is_watched = False  # of this thread
         self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any], StreamEvent] | None] = (
             SimpleQueue()
         )
-        self._on_failure = on_failure
-        self.failure: BaseException | None = None
-        """The first error of a task, or the reason given to `give_up`."""
-        self._refusal: str | None = None
+        # tasks that have not ended; threads that submit add to it, and who ends a task takes it out
         self._pending: set[Future[Any]] = set()
+        # why nothing is accepted any more: written by `close`, and in a forked child
+        self._refusal: str | None = None
+        # no task will begin any more: written by this thread as it ends, by `close` if there is
+        # none, or by the one that watches callbacks
         self._is_over = False
-        self._turn = threading.Lock()  # held by the thread that runs a task
-        self._runner: threading.Thread | None = None  # the one that does so in `run`
+        # held by the thread that has its turn. Another lock takes its place where that thread may
+        # never return (`_abandon`) or is not here (`leave_to_parent`). If it does return, it
+        # releases the old one, and no later task begins: `failure` or `_refusal` forbids that.
+        self._turn = threading.Lock()
+        # the thread in `run` or `call`, which alone writes it, while it has its turn
+        self._runner: threading.Thread | None = None
         # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
         self._ended: Future[None] = Future()
-        self._name = name
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # this one, which notes it as it begins
         self._is_started = False  # True also if `close` has found no thread
         self._starting = threading.RLock()  # which a signal handler can take amid `submit`
         # held for good by the first thread that was started, or by `close` before it
@@ -224,7 +230,7 @@ class CommThread:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            if self._is_over:  # `_watch` has ended it: its future has an error already
+            if self._is_over:  # `_abandon` has ended it: its future has an error already
                 return
             with self._turn:
                 self._run(*task)
@@ -298,23 +304,23 @@ class CommThread:
         """
         if not self._is_watched and self.is_current:
             self._is_watched = True
-            start_thread(self._watch, f"{self._name}-watch")
+            start_thread(
+                watch_callbacks,
+                f"{self._name}-watch",
+                self._callbacks_now,
+                self._limit_s,
+                self._ended,
+                self._abandon,
+            )
 
-    def _watch(self) -> None:
-        seen = None
-        deadline = Deadline(self._limit_s())
-        while not self._ended.done():
-            with suppress(TimeoutError):
-                self._ended.result(deadline.poll_s)
-            if self._in_callbacks is None or self._in_callbacks is not seen:
-                seen = self._in_callbacks
-                deadline = Deadline(self._limit_s())
-            elif deadline.left_s <= 0:
-                failure = DeadlineExceeded(STUCK.format(self._limit_s()))
-                _log.error("commrt: %s", failure)
-                self._turn = threading.Lock()  # the thread that holds it may never return
-                self._fail(failure)
-                self._end()
+    def _callbacks_now(self) -> object | None:
+        return self._in_callbacks
+
+    def _abandon(self, failure: BaseException) -> None:
+        """End the world while a callback keeps this thread; on the thread that watches it."""
+        self._turn = threading.Lock()
+        self._fail(failure)
+        self._end()
 
     def give_up(self, reason: BaseException) -> bool:
         """Start no more tasks because of `reason`.
@@ -357,17 +363,3 @@ class CommThread:
                 future.set_exception(TransportClosed(INHERITED))
         if not self._ended.done():
             self._ended.set_result(None)
-
-
-def refusal_after(failure: BaseException) -> TransportError:
-    """Return the error of a call after `failure` ended the world: it says what that was."""
-    if isinstance(failure, Evicted):
-        return copy(failure)
-    text = failure.what if isinstance(failure, TransportError) else str(failure)
-    cause = f"It was {type(failure).__name__}" + (f": {text}" if text else "")
-    if not isinstance(failure, TransportError):
-        return TransportClosed(f"this world was given up: call init() for a new one. {cause}")
-    what = "an earlier transfer failed, so this one was not started: call init() for a new world"
-    refusal = TransportClosed(f"{what}. {cause}", failure.place)
-    refusal.elsewhere = failure.elsewhere
-    return refusal

@@ -18,17 +18,13 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from commrt.errors import TransportClosed, UsageError
 from commrt.threads.deadline import clock
+from commrt.threads.refusals import ON_COMM_THREAD
 from commrt.threads.streams import DONE, HOST, StreamEvent, Streams
 
 _log = logging.getLogger("commrt")
 
 SLICE_S = 1.0
 """Longest sleep: CPython may notice a Ctrl-C just before it only when the thread wakes up."""
-ON_COMM_THREAD = (
-    "a callback of a future runs on the thread that communicates, so it can neither wait for a"
-    " transfer that comes later, nor close the world, nor use one that survives lost ranks: do that"
-    " where the future's transfer was begun"
-)
 
 T = TypeVar("T")
 
