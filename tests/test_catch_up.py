@@ -35,6 +35,7 @@ from commrt.backup_workers.catch_up import CatchUp
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
 from commrt.runtime.generation import Generation
 from commrt.testing.ranks import run_ranks
+from commrt.training.gradient_weights import GradientWeights
 from commrt.training.riding import Riding
 
 # schedulers and averages
@@ -311,7 +312,7 @@ def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_mea
     member = SimpleNamespace(gone=set, current=current)
     elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), member=member)
     world = SimpleNamespace(rank=2, timeout_s=60.0, config=None, reconnect_options=SimpleNamespace(towards="127.0.0.1"))
-    catch_up = CatchUp(world, elastic, None, None, Riding(2, ()))
+    catch_up = CatchUp(world, elastic, None, None, Riding(2, GradientWeights(())))
     catch_up.close()
     with pytest.raises(kind, match=says):
         catch_up.fetch(3, [0, 1])

@@ -99,7 +99,6 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
         store.set(key, said)
     membership = SimpleNamespace(any_gone=lambda _: True)
     progress = JoinProgress(store, SimpleNamespace(rank=0, members=[0, 1], timeout_s=1.0, membership=membership))
-    progress.founders = [0, 1]
     progress.begin(1)
     met(progress.last)
     met(lambda: list(progress.outlast(0)))

@@ -160,7 +160,6 @@ def test_ranks_without_data_follow_one_that_is_lost_to_the_step_that_it_had_begu
     store, membership = HashStore(), SimpleNamespace(any_gone=lambda _: False)
     world = SimpleNamespace(rank=0, members=(0, 1, 2), timeout_s=PATIENT_S, membership=membership)
     progress = JoinProgress(store, world)
-    progress.founders = world.members
     store.multi_set(["1", "2"], ["7 1", "3 0"])
     world.members = (0, 2)  # another rank may have seen those 7 steps before
     assert [*progress.outlast(3)] == [3, 4, 5, 6]

@@ -202,15 +202,15 @@ class BackupWorkersReplica(Replica):
         number = current_pass()
         if not self._is_synchronous:
             self._guard.held_back = True
-            self._riding.count_pass(number)
+            self._weights.count_pass(number)
             return
         if self._phase not in IN_PASS or self._pass_number != number:
             if self._phase in IN_PASS:  # an error ended the pass before
                 if not (self._world.closed or self._backup_step.forget_pass()):
                     raise UsageError(INTERRUPTED.format(what=f"the gradient of {name}"))
                 self._phase = Phase.LATE if self._phase is Phase.STALE else Phase.READY
-            if not self._riding.is_idle:
-                self._riding.count_pass(number)  # or refuse it, before the step begins
+            if not self._weights.is_idle:
+                self._weights.count_pass(number)  # or refuse it, before the step begins
             self._pass_number = number
             self._begin_pass(number)
             at_end_of_backward(self._finish)
@@ -273,7 +273,7 @@ class BackupWorkersReplica(Replica):
         also leave it.
         """
         if self._is_synchronous:
-            self._riding.forget_thrown_away()
+            self._weights.forget_thrown_away()
             self._begin_pass(None)
             self._finish()
 

@@ -157,7 +157,7 @@ class BackupStep:
         self._guard.drop()  # gradients of before
         self.version = snapshot.version - snapshot.is_due
         self._guard.steps = snapshot.optimizer_steps
-        self._riding.known_to_stop = tuple(snapshot.stopping)
+        self._riding.hear_of_stop(snapshot.stopping)
         self._use_order(snapshot.order)
         if snapshot.session != self._session:
             self._use_session(snapshot.session)
@@ -200,7 +200,7 @@ class BackupStep:
     def begin(self, samples: int | None, number: int | None) -> None:
         """Begin backward pass `number` at its first gradient, or a step without one."""
         self._engine.order.arm()
-        self._engine.own_weight = self._riding.own_weight
+        self._engine.own_weight = self._riding.weights.own_weight
         steps, settings = self._guard.close(self.version)
         step, tried = self._attempts
         says = {"optimizer_steps": steps, "step": self.version, "settings": settings}
@@ -222,7 +222,9 @@ class BackupStep:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
         for index in indices:
             bucket = self._engine.buckets[index]
-            leaving = None if bucket.riders is None else self._riding.leave(running.number)
+            leaving = None
+            if bucket.riders is not None:
+                leaving = self._riding.leave_with_gradients(running.number)
             bucket.take(bucket.header._replace(**running.says), order.not_awaited, leaving)
             if running.ready:
                 running.ready[index].set_result(self._world.comm_thread.streams.record_event())
@@ -251,7 +253,7 @@ class BackupStep:
         if outcome.counts:
             for bucket in self._engine.buckets:
                 bucket.assign_missing()
-            self._riding.unread = self._engine.buckets[0].riders
+            self._riding.arrive(self._engine.buckets[0].riders)
             if self._flat_buffer is not None:
                 self._flat_buffer.write_back([*self._model.buffers()], unread_buffers(self._model))
             self.version += 1

@@ -133,7 +133,7 @@ class GossipReplica(AfterStepReplica):
             for bucket in self.buckets:
                 self._mix(bucket, self._staleness)
             if self._spans:  # of the step before
-                self._report(step - 1, self._exchange.members)
+                self._close_report(step - 1, self._exchange.members)
             for bucket in self.buckets:
                 self._exchange.send(bucket, step, self._stop)
                 bucket.note()
@@ -182,7 +182,7 @@ class GossipReplica(AfterStepReplica):
         for bucket in self.buckets:
             self._mix(bucket, 0)
         if self._spans:
-            self._report(self._clock.step - 1, self._exchange.members)
+            self._close_report(self._clock.step - 1, self._exchange.members)
 
     def _take_from_first(self, *, buffers_only: bool = False) -> None:
         self.drain()

@@ -25,8 +25,9 @@ from commrt.local_sgd.outer import SlowMomentum
 from commrt.local_sgd.policy import LocalSGD, Mix
 from commrt.runtime.wire import is_quantized
 from commrt.threads.deadline import Deadline
-from commrt.training.after_step import AfterStepReplica, call_if_alive
+from commrt.training.after_step import AfterStepReplica
 from commrt.training.arrival import StateGiver
+from commrt.training.elastic_replica import call_if_alive
 from commrt.training.gradient_weights import NOTHING_SEEN
 from commrt.training.model_collectives import gather_integers
 from commrt.training.replica import Replica
@@ -91,7 +92,7 @@ class LocalReplica(AfterStepReplica):
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: settings and rates in its backward pass, before a scheduler changed them."""
         self._seen = [NOTHING_SEEN] * len(self._fragments)
-        """`Riding.seen` when the weights of each fragment left last."""
+        """`GradientWeights.seen` when the weights of each fragment left last."""
         self._rides = not self._local.is_gossip
         if request.watch and self._rides:
             self._watched = Digest(
@@ -160,7 +161,7 @@ class LocalReplica(AfterStepReplica):
         fragment.land()
         self._exchange.members = tuple(map(int, record["members"]))
         self._exchange.votes[0] = int(record["votes"])
-        self._seen[0] = self._riding.seen
+        self._seen[0] = self._weights.seen
         super()._follow(record)
 
     def _on_pass(self) -> None:
@@ -191,7 +192,7 @@ class LocalReplica(AfterStepReplica):
                 if not self._local.delay_at(self._clock.step):
                     self._merge(fragment, in_flight)
         self._noted.pop(self._clock.step, None)
-        self._report(self._clock.step - 1, self._exchange.members)
+        self._close_report(self._clock.step - 1, self._exchange.members)
 
     def _in_flight(self) -> list[tuple[Fragment, InFlight]]:
         return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
@@ -203,10 +204,10 @@ class LocalReplica(AfterStepReplica):
         in_flight = InFlight(self._clock.step, settings, [*map(rates.get, fragment.ids)])
         if self._rides:
             is_first = fragment.index == 0
-            in_flight.weight, in_flight.leaving = self._riding.leave_since(
+            in_flight.weight, in_flight.leaving = self._riding.leave_with_period(
                 self._seen[fragment.index], with_numbers=is_first
             )
-            self._seen[fragment.index] = self._riding.seen
+            self._seen[fragment.index] = self._weights.seen
         fragment.leave(in_flight)
         self._exchange.send(fragment, in_flight)
         return in_flight
@@ -221,8 +222,8 @@ class LocalReplica(AfterStepReplica):
                 bucket.unpack()
                 bucket.release()
             if self._rides and fragment.index == 0:
-                self._riding.unread = arrived.buckets[0].riders
-                self._riding.read()  # before another fragment leaves in this memory
+                self._riding.arrive(arrived.buckets[0].riders)
+                self._riding.keep()  # before another fragment leaves in this memory
             fragment.merge(
                 in_flight,
                 learned,
@@ -239,7 +240,7 @@ class LocalReplica(AfterStepReplica):
     def _account(self) -> None:
         """Add what exchanges between steps have cost to the totals."""
         before = self._stats
-        self._report(self._clock.step, self._exchange.members)
+        self._close_report(self._clock.step, self._exchange.members)
         self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
 
     def consolidate(self) -> None:
@@ -270,7 +271,7 @@ class LocalReplica(AfterStepReplica):
 
     def _has_learned(self, fragment: Fragment) -> bool:
         """Return True if a rank made a step since its weights left, also one in `no_sync`."""
-        own = int(self._riding.seen != self._seen[fragment.index])
+        own = int(self._weights.seen != self._seen[fragment.index])
         learned = self._world.membership.together(
             lambda: gather_integers(self._world, own, self.step)
         )
@@ -309,7 +310,7 @@ class LocalReplica(AfterStepReplica):
             "due": due,
             "stepped": stepped,
             "fragments": [fragment.state_dict() for fragment in self._fragments],
-            "seen": [tuple(self._riding.seen.since(before)) for before in self._seen],
+            "seen": [tuple(self._weights.seen.since(before)) for before in self._seen],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
             "rank": self._world.rank,
         }
@@ -348,13 +349,13 @@ class LocalReplica(AfterStepReplica):
     ) -> None:
         """Go on with what each period's steps weighed so far, and what is to be sent again."""
         for i, fragment in enumerate(self._fragments):
-            self._seen[i] = self._riding.seen.since(seen[i] if seen else NOTHING_SEEN)
+            self._seen[i] = self._weights.seen.since(seen[i] if seen else NOTHING_SEEN)
             if (
                 fragment.in_flight is not None
                 and (weight := saved[i]["in_flight"].get("weight")) is not None
             ):
                 fragment.in_flight.weight = weight
-                fragment.in_flight.leaving = self._riding.leave_with(weight, 1, 1.0)
+                fragment.in_flight.leaving = self._riding.leave_again(weight)
 
     def _check(self, saved: Sequence[Mapping[str, Any]], period: int, delay: int) -> None:
         if len(saved) != len(self._fragments):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What gradients weigh, from their backward passes until they leave or an optimizer uses them.
 
-Used on the thread that trains, and by hooks of losses in backward passes.
+It multiplies gradients of losses in their backward passes, where autograd's hooks call it; all else
+is called by a replica, on the thread that trains. Only looks at ``param.grad``, and sends nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MOST = 2.0**53
 
 
 class Seen(NamedTuple):
-    """What a rank has made alone."""
+    """What a rank has made alone: steps, those of them that weigh, and what these weigh."""
 
     steps: int = 0
     weighed_steps: int = 0
@@ -48,7 +49,10 @@ ONE_STEP = Seen(1)
 
 @untraced
 class Accumulation:
-    """What the gradients at hand weigh: the sum of backward passes that were not averaged yet."""
+    """What the gradients at hand weigh: the sum of backward passes that were not averaged yet.
+
+    `GradientWeights` alone writes it.
+    """
 
     def __init__(self) -> None:
         self.passes = 0
@@ -84,23 +88,34 @@ def _state(grad: Tensor) -> tuple[int, int]:
 
 @untraced
 class GradientWeights:
-    """What the gradients at hand weigh, and what this rank has made alone."""
+    """What the gradients at hand weigh, and what this rank has made alone.
+
+    Hooks of losses call `_begin` and `_note` on the thread that runs the backward pass, while the
+    one that trains waits in ``backward()``; so no two threads are in here at once.
+    """
 
     def __init__(self, params: Sequence[Named]) -> None:
         self._params = params
         self._at_hand = Accumulation()
         self._begun = NO_PASS  # the latest pass of losses that weigh
-        self._coming = 0.0
-        self._is_refused = False
-        # the latest passes that were counted, and whose step has begun
-        self._counted = self._left = NO_PASS
-        self._unit = 1.0  # by which gradients are divided where they travel; equal on all ranks
+        self._coming = 0.0  # what these losses weigh so far
+        self._is_refused = False  # that pass adds to averages, which `count_pass` refuses
+        self._counted = NO_PASS  # the latest pass that was counted
+        self._left = NO_PASS  # the latest pass whose gradients have begun to leave
+        self.unit = 1.0
+        """By which gradients are divided where they travel, a power of two; see `use_unit`."""
         self.seen = NOTHING_SEEN
         """What this rank has made alone, in steps that optimizers have used."""
         self.made = NOTHING_SEEN
-        """What it has made in the latest step, which no optimizer has used."""
+        """What it has made in the latest step, which no optimizer has used.
+
+        `AfterStepReplica` writes it in each step, by hand for steps that do not weigh.
+        """
         self.is_idle = True
-        """True if nothing rides in the next step, nor did in the latest; the wish to stop may."""
+        """True if no pass was weighed or counted since a step of which nothing rode.
+
+        `Riding` sets it to True in such a step.
+        """
 
     def weigh(
         self, loss: object, weight: object, reduction: str, holds_means: Callable[[], bool]
@@ -187,7 +202,7 @@ class GradientWeights:
     def own_weight(self) -> float:
         """By what the gradients at hand are multiplied where they travel."""
         at_hand = self._at_hand
-        return 1.0 if at_hand.weight is None else (at_hand.reference or 1.0) / self._unit
+        return 1.0 if at_hand.weight is None else (at_hand.reference or 1.0) / self.unit
 
     @property
     def has_passes(self) -> bool:
@@ -202,7 +217,7 @@ class GradientWeights:
         """
         if number is not None:
             self.count_pass(number)
-        at_hand = self._take_gradients()
+        at_hand = self.take()
         self.made = Seen(1, int(at_hand.weight is not None), at_hand.weight or 0.0)
         return (at_hand.reference or 1.0) / at_hand.weight if at_hand.weight else None
 
@@ -216,17 +231,32 @@ class GradientWeights:
         """Forget what gradients weigh that were thrown away."""
         is_none_left = all(param.grad is None for _, param in self._params)
         if is_none_left or self._at_hand.was_thrown_away():
-            self._take_gradients()
+            self.take()
 
-    def _take_gradients(self) -> Accumulation:
+    def leave(self, number: int | None) -> Accumulation:
+        """Return what the gradients of backward pass `number` weigh, which leave now.
+
+        None stands for those at hand in a step without a pass. Losses of pass `number` that are yet
+        to come may not weigh.
+        """
+        if number is not None:
+            if number != self._counted:
+                self.count_pass(number)
+            self._left = number
+        return self.take()
+
+    def take(self) -> Accumulation:
         """Return what the gradients at hand weigh, which become averages or are dropped."""
         taken = self._at_hand
         self._at_hand = Accumulation()
         return taken
 
     def use_unit(self, unit: float) -> None:
-        """Divide later gradients by about `unit` on the wire: a power of two, so no bit changes."""
-        self._unit = ldexp(0.5, frexp(unit)[1]) if unit else self._unit
+        """Divide later gradients by about `unit` on the wire: a power of two, so no bit changes.
+
+        All ranks call it with the same `unit`, between steps.
+        """
+        self.unit = ldexp(0.5, frexp(unit)[1]) if unit else self.unit
 
 
 def require_number(what: str, number: object) -> float:

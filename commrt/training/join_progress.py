@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far each rank is in its loop, on the store, as ranks run out of data at different times.
 
-Used on the thread that trains, inside `Replica.join`.
+It writes only this rank's key on the store. Used on the thread that trains, inside `Replica.join`
+of replicas that exchange after the optimizers' steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from threading import Event
 
 from torch.distributed import Store
@@ -17,21 +18,21 @@ from commrt.store.client import TimedStore
 from commrt.store.parsing import parse, require
 from commrt.threads.deadline import clock
 
-LOOK_S = 0.005
+READ_EVERY_S = 0.005
 """Seconds between two reads of the store."""
 
 
 class JoinProgress:
     """How many steps each member has begun, and whether it has data; on a store prefix of its own.
 
-    What a lost rank had begun counts, too: all that are left go as far as it may have gone.
+    What a lost rank had begun counts, too: all that are left go as far as it may have gone. Made by
+    all members of `world` together, with the same empty `store`.
     """
 
     def __init__(self, store: Store, world: World) -> None:
         self._world = world
         self._has_data = True
-        self.founders: Sequence[int] = ()
-        """All members that have recorded where they begin."""
+        self._ranks = tuple(world.members)  # all that record their steps, lost ones too
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
 
     def begin(self, steps: int) -> None:
@@ -46,7 +47,7 @@ class JoinProgress:
         ranks that began no step within the timeout, `PeerLost` if one is gone.
         """
         world = self._world
-        self._has_data = False
+        self._has_data = False  # from now on `begin` records nothing
         self._set(steps)
         latest_s = clock.now_s()
         before = self._all()
@@ -71,7 +72,7 @@ class JoinProgress:
                     " ended: look at their output",
                     Place(world.rank, next(iter(running), None)),
                 )
-            Event().wait(LOOK_S)
+            Event().wait(READ_EVERY_S)
 
     def last(self) -> int:
         """Return the lowest rank of those that did most steps; call it once all have ended."""
@@ -82,7 +83,7 @@ class JoinProgress:
         self._store.set(str(self._world.rank), f"{steps} {self._has_data:d}")
 
     def _all(self) -> dict[int, tuple[int, bool]]:
-        data = {rank: self._store.get(str(rank)) for rank in self.founders}
+        data = {rank: self._store.get(str(rank)) for rank in self._ranks}
         return {
             rank: parse(f"the progress of rank {rank}", text, _place) for rank, text in data.items()
         }

@@ -21,6 +21,7 @@ from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
 from commrt.runtime.generation import Loss
 from commrt.store.parsing import MALFORMED, parse_int
+from commrt.training.gradient_weights import GradientWeights
 from commrt.training.hooks import ATTRIBUTE, Keeper
 from commrt.training.model_collectives import (
     farthest_from_mean,
@@ -64,7 +65,8 @@ class Replica(ABC):
         # why nothing can ride, or only not these
         self._refuses = self._refuses_weights = self._refuses_wishes = ""
         self._handles: list[RemovableHandle] = []
-        self._riding = Riding(request.world.rank, params)
+        self._weights = GradientWeights(params)
+        self._riding = Riding(request.world.rank, self._weights)
         self._watched: Digest | None = None
 
     def _live(
@@ -147,7 +149,7 @@ class Replica(ABC):
         self._require_riders("weigh()")
         if self._refuses_weights:
             raise UsageError(f"weigh() with {self._refuses_weights}")
-        self._riding.weigh(loss, weight, reduction, self._holds_means)
+        self._weights.weigh(loss, weight, reduction, self._holds_means)
         return loss
 
     def ride(self, **numbers: float) -> None:

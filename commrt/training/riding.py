@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a loop sends along with its gradients, and what came back; buckets carry it.
 
-Numbers, the wish to stop or to skip, and what the gradients weigh. It sends nothing itself. Used on
-the thread that trains.
+Numbers, the wish to stop or to skip, and what the gradients weigh, which `gradient_weights` knows.
+It sends nothing itself. Used on the thread that trains.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import nan
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from commrt.buckets.riders import (
     Riders,
     Slots,
 )
-from commrt.buckets.tensors import Named
 from commrt.errors import DisagreementError, UsageError
 from commrt.runtime.untraced import untraced
 from commrt.training.gradient_weights import GradientWeights, require_number
@@ -38,6 +37,10 @@ FEEDBACK = (
     " without feedback"
 )
 NO_NUMBERS: Mapping[str, float] = {}
+NOBODY = -1
+"""In place of a rank that has asked to stop."""
+FLAG_OF = {0: 0, 1: WEIGHS, UNKNOWN: EMPTY}
+"""What a slot says of weights, by `Header.weighed`."""
 
 
 class Rode(NamedTuple):
@@ -67,27 +70,35 @@ class Rode(NamedTuple):
 
 
 @untraced
-class Riding(GradientWeights):
-    """What one rank sends along in its next step, and what all ranks sent in the latest one."""
+class Riding:
+    """What one rank sends along in its next step, and what all ranks sent in the latest one.
 
-    def __init__(self, rank: int, params: Sequence[Named]) -> None:
-        super().__init__(params)
+    Replicas and `BackupStep` call it on the thread that trains. Of other objects it writes
+    `weights`: it takes what the gradients weigh when they leave, and says when they are idle.
+    """
+
+    def __init__(self, rank: int, weights: GradientWeights) -> None:
+        self.weights = weights
         self._rank = rank
-        self._numbers: dict[str, float] = {}
-        self._sent: tuple[str, ...] = ()  # names of the numbers that came last
-        self._skips = False
+        self._numbers: dict[str, float] = {}  # that ride in the next step
+        self._skips = False  # the wish to skip rides in the next step
+        self._is_idle = True  # neither rides, and nothing but a wish to stop did in the latest step
         self.wants_stop = False
-        """True once this rank has asked to stop; rides in each step. Any thread may set it."""
-        self.unread: Riders | None = None
-        """What came in the latest step and was not read."""
+        """True once this rank has asked to stop; rides in each step.
+
+        Any thread may set it, such as a signal handler's (`Replica.stop`) or that of a server
+        (`CatchUp`); nobody sets it back.
+        """
+        self._unread: Riders | None = None  # of the latest step, where nobody has read them
+        self._slots = NOTHING  # the latest that were read
+        self._sent: tuple[str, ...] = ()  # names of this rank's numbers in them
         self.known_to_stop: tuple[int, ...] = ()
-        """`stopping`, as far as it was read."""
-        self._slots = NOTHING
+        """`stopping`, as far as it was read; others only read it (`hear_of_stop`)."""
 
     def skip(self) -> None:
         """Let the wish to skip ride in the next step."""
         self._skips = True
-        self.is_idle = False
+        self._is_idle = False
 
     def ride(self, numbers: Mapping[str, float]) -> None:
         """Let `numbers` ride in the next step, with those given before."""
@@ -99,34 +110,27 @@ class Riding(GradientWeights):
                 f"{len(merged)} numbers ride in one step, and {MOST_NUMBERS} is the most"
             )
         self._numbers = merged
-        self.is_idle = False
+        self._is_idle = False
 
-    def leave(self, number: int | None, *, is_mixed: bool = False) -> Leaving | None:
-        """Return what rides in the step of pass `number`; None if nothing does and not `is_mixed`.
+    def leave_with_gradients(self, number: int | None, *, is_mixed: bool = False) -> Leaving | None:
+        """Return what rides with the gradients of pass `number`, None for a step without a pass.
 
-        A rank that had no backward pass is told what the others' gradients weigh.
+        Returns None if nothing does and not `is_mixed`. A rank that had no backward pass is told
+        what the others' gradients weigh.
         """
-        if number is not None and self.is_idle and not (self.wants_stop or is_mixed):
+        weights = self.weights
+        if (
+            number is not None
+            and self._is_idle
+            and weights.is_idle
+            and not (self.wants_stop or is_mixed)
+        ):
             return None
-        if number is not None:
-            self.count_pass(number)
-            self._left = number
-        at_hand = self._take_gradients()
-        weighed = int(at_hand.weight is not None) if at_hand.passes else UNKNOWN
-        return self.leave_with(at_hand.weight or 0.0, weighed, self._unit, anyway=is_mixed)
+        taken = weights.leave(number)
+        weighed = int(taken.weight is not None) if taken.passes else UNKNOWN
+        return self._leave(taken.weight or 0.0, weighed, weights.unit, anyway=is_mixed)
 
-    def leave_with(
-        self, weight: float, weighed: int, unit: float, *, anyway: bool = False
-    ) -> Leaving:
-        """Return what rides with gradients; `weighed` is 1 if they are, 0 if not, or `UNKNOWN`."""
-        flags = STOP * self.wants_stop | SKIP * self._skips
-        leaving = _leaving(weight, weighed, unit, flags=flags, numbers=self._numbers, anyway=anyway)
-        self._numbers = {}
-        self._skips = False
-        self.is_idle = leaving.slot is None
-        return leaving
-
-    def leave_since(
+    def leave_with_period(
         self, before: tuple[int, int, float], *, with_numbers: bool
     ) -> tuple[float, Leaving]:
         """Return what this rank's steps since `before` weigh, 1 if they do not, and what rides.
@@ -134,48 +138,80 @@ class Riding(GradientWeights):
         Weights ride in any case, and all else `with_numbers`. Raises `UsageError` if only some
         steps were weighed.
         """
-        steps, weighed_steps, total = self.seen.since(before)
+        steps, weighed_steps, total = self.weights.seen.since(before)
         if weighed_steps not in (0, steps):
             raise UsageError(
                 f"replica.weigh() in {weighed_steps} of the {steps} steps of a period: call it for"
                 " the loss of each backward pass"
             )
-        weighed = UNKNOWN if not steps else int(weighed_steps > 0)
-        leaving = (
-            self.leave_with(total, weighed, 1.0) if with_numbers else _leaving(total, weighed, 1.0)
-        )
+        weighed = int(weighed_steps > 0) if steps else UNKNOWN
+        if with_numbers:
+            leaving = self._leave(total, weighed, 1.0)
+        else:
+            leaving = _leaving(total, weighed, 1.0)
         return (total if weighed == 1 else 1.0), leaving
+
+    def leave_again(self, weight: float) -> Leaving:
+        """Return what rides with a period that a checkpoint holds, whose steps were weighed."""
+        return self._leave(weight, 1, 1.0)
+
+    def _leave(self, weight: float, weighed: int, unit: float, *, anyway: bool = False) -> Leaving:
+        """Return what rides, see `_leaving`; numbers and the wish to skip do so once."""
+        flags = STOP * self.wants_stop | SKIP * self._skips
+        leaving = _leaving(weight, weighed, unit, flags=flags, numbers=self._numbers, anyway=anyway)
+        self._numbers = {}
+        self._skips = False
+        self._is_idle = leaving.slot is None
+        self.weights.is_idle = self._is_idle
+        return leaving
 
     def drop(self) -> None:
         """Forget what was to ride with the next step; nothing came."""
         self._numbers = {}
         self._skips = False
         self._slots = NOTHING
-        self.unread = None
+        self._unread = None
 
     def drop_gradients(self) -> None:
         """Forget the gradients at hand, and what was to ride with them."""
-        self._take_gradients()
+        self.weights.take()
         self.drop()
 
-    def read(self) -> None:
-        """Read what came in the latest step, once; a GPU waits for the first bucket's sum."""
-        if self.unread is not None:
-            self._sent = self.unread.leaving.names
-            self._slots = self.unread.read()
-            self.unread = None
+    def arrive(self, riders: Riders | None) -> None:
+        """Note that a step has ended, with whose first bucket `riders` came."""
+        self._unread = riders
+
+    def keep(self) -> None:
+        """Copy what came in the latest step, once; a GPU waits for the first bucket's sum.
+
+        Before other buckets use that memory; else who asks for it does this.
+        """
+        if self._unread is not None:
+            self._sent = self._unread.leaving.names
+            self._slots = self._unread.read()
+            self._unread = None
             self.known_to_stop = self.known_to_stop or ranks_with(STOP, self._slots)
 
     @property
     def stopping(self) -> tuple[int, ...]:
         """The ranks that have asked to stop, in the first step in which any has."""
-        self.read()
+        self.keep()
         return self.known_to_stop
+
+    def asker(self) -> int:
+        """Return a rank that has asked to stop, as far as this one knows; `NOBODY` if none has."""
+        if self.stopping:
+            return self.known_to_stop[0]
+        return self._rank if self.wants_stop else NOBODY
+
+    def hear_of_stop(self, ranks: Iterable[int]) -> None:
+        """Note which `ranks` have asked to stop, as others know of steps that this rank missed."""
+        self.known_to_stop = tuple(ranks)
 
     @property
     def skipping(self) -> tuple[int, ...]:
         """The ranks that asked to skip the latest step."""
-        self.read()
+        self.keep()
         return ranks_with(SKIP, self._slots)
 
     @property
@@ -185,12 +221,11 @@ class Riding(GradientWeights):
         Raises `DisagreementError` if other ranks sent others: only this rank's names are known
         here.
         """
-        self.read()
-        said = (
-            {rank: slot for rank, slot in enumerate(self._slots) if slot["names"]}
-            if self._sent
-            else {}
-        )
+        self.keep()
+        rode = defaultdict[str, Rode](lambda: Rode({}))
+        if not self._sent:
+            return rode
+        said = {rank: slot for rank, slot in enumerate(self._slots) if slot["names"]}
         for rank, slot in said.items():
             if slot["names"] != _digest(self._sent):
                 raise DisagreementError(
@@ -198,14 +233,11 @@ class Riding(GradientWeights):
                     f" {[*self._sent]}: give the same names in the same step on all ranks that"
                     " give any"
                 )
-        return defaultdict(
-            lambda: Rode({}),
-            {
-                name: Rode({rank: float(slot["numbers"][place]) for rank, slot in said.items()})
-                for place, name in enumerate(self._sent)
-                if said
-            },
-        )
+        if said:
+            for place, name in enumerate(self._sent):
+                by_rank = {rank: float(slot["numbers"][place]) for rank, slot in said.items()}
+                rode[name] = Rode(by_rank)
+        return rode
 
 
 def _leaving(
@@ -217,18 +249,20 @@ def _leaving(
     numbers: Mapping[str, float] = NO_NUMBERS,
     anyway: bool = False,
 ) -> Leaving:
-    flags |= (0, WEIGHS, EMPTY)[weighed]
+    """Return what rides for one rank; its slot is None if there is nothing in it and not `anyway`.
+
+    `weighed` is `Header.weighed`: 1 if the gradients are, 0 if they are not, `UNKNOWN` without any.
+    """
+    flags |= FLAG_OF[weighed]
     slot: Slots | None = None
     names = tuple(sorted(numbers))
     if names or flags or anyway:
         slot = np.zeros((), SLOT)
         slot["numbers"] = [*map(numbers.__getitem__, names), *[nan] * (MOST_NUMBERS - len(names))]
-        slot["present"], slot["names"], slot["flags"], slot["weight"] = (
-            1,
-            _digest(names),
-            flags,
-            weight,
-        )
+        slot["present"] = 1
+        slot["names"] = _digest(names)
+        slot["flags"] = flags
+        slot["weight"] = weight
     return Leaving(slot, unit if weighed else None, weighed, names)
 
 

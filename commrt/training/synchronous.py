@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous training: gradients are averaged while the backward pass still runs.
+"""The step of synchronous training: gradients are averaged while the backward pass still runs.
 
-Replicas stay bitwise equal. Used on the thread that trains; hooks of gradients run on that of the
-backward pass.
+Hooks of gradients begin and end it, on the thread that runs the backward pass: that which trains,
+or one of autograd's, for which the thread that trains waits. All else is that thread's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from time import perf_counter
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.averaging import AveragingEngine
@@ -29,7 +27,8 @@ from commrt.runtime.prepared import Members
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, within_range
-from commrt.training.flat_buffer import FlatBuffer
+from commrt.training.bucket_order import BucketOrder
+from commrt.training.buffer_broadcast import BufferBroadcast
 from commrt.training.hooks import (
     INTERRUPTED,
     PassEnd,
@@ -37,27 +36,27 @@ from commrt.training.hooks import (
     on_counted_gradients,
     on_dense_gradients,
 )
-from commrt.training.model_collectives import gather_integers, overwrite_model, overwrite_states
+from commrt.training.joining import joining
+from commrt.training.model_collectives import gather_integers
 from commrt.training.replica import Replica
-from commrt.training.request import Request, describe_buffers
+from commrt.training.request import Request
 from commrt.training.residuals import own_residuals
-from commrt.training.riding import FEEDBACK
-from commrt.training.stateful import Stateful, check_stateful
+from commrt.training.riding import FEEDBACK, NOBODY
+from commrt.training.stateful import Stateful
 from commrt.training.step_guard import StepGuard
 from commrt.training.step_report import StepReport
-from commrt.training.unread_buffers import unread_buffers
+from commrt.training.synchronous_join import outlast
 
 TWICE = (
     "the gradient of {name} became ready twice in one backward pass. Reentrant activation"
     " checkpointing does that: use checkpoint(..., use_reentrant=False)"
 )
-_kind = attrgetter("dtype", "shape")
 EVEN = 0.5
 """The share of a partner's gradients, where ranks gossip them, in which slots stay exact."""
-# autograd says -1 outside of a pass
 LATE = -2
+"""In place of a pass's number: the step runs in an optimizer's, on a rank without gradients."""
 BY_HAND = -3
-"""In place of a pass's number: averaging in the optimizer's step, and by `Replica.average`."""
+"""In place of a pass's number: the step runs in `Replica.average`."""
 
 
 def attach(request: Request) -> Replica:
@@ -82,6 +81,8 @@ def attach(request: Request) -> Replica:
 
 def _no_weights(engine: AveragingEngine, request: Request) -> str:
     """Return why gradients cannot weigh; "" if they can."""
+    if engine.buckets[0].residual is not None:
+        return FEEDBACK
     if request.same_bits:
         return (
             "same_bits=True, as the first bucket is multiplied after its sum: attach without one of"
@@ -96,13 +97,18 @@ def _no_weights(engine: AveragingEngine, request: Request) -> str:
 
 
 class SynchronousReplica(Replica):
-    """Has the same gradients as all other replicas when ``backward()`` returns.
+    """Has the averages in ``param.grad`` when ``backward()`` returns.
+
+    They are the same on all ranks, which so stay bitwise equal, but where the algorithm mixes
+    (`Engine.mixes`): gossip of gradients averages those of partners.
 
     A step is `_begin` at the first gradient of a backward pass, `_submit` for each bucket that is
     complete, and `_finish` at the end of the pass, which waits. The communication thread averages a
     bucket (`Engine.reduce_now`): `GradientBucket.pack` scales it, `BoundProgram.run` sends and
     adds, `GradientBucket.unpack` writes ``param.grad``. After an error in between the step never
     ends: this rank has sent only a part of what the others wait for.
+
+    Written here of others: the engine's weight (`_begin`), and the guard's `held_back`.
     """
 
     def __init__(
@@ -110,44 +116,40 @@ class SynchronousReplica(Replica):
     ) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
         super().__init__(request, named)
+        self._request = request
         self._engine = engine
-        self._build_buckets = request.build_buckets
         if getattr(request.algorithm, "share", EVEN) != EVEN:
             self._refuses = "a share other than 1/2 would round what rides; leave weight= out"
+        self._refuses_weights = _no_weights(engine, request)
+        if engine.mixes:
+            self._refuses_wishes = (
+                "only partners hear of it in a step: use gossip of weights, or an all-reduce"
+            )
         params = [param for _, param in named]
         self._guard = StepGuard(
             self._optimizers, params, partial(self._average, LATE), request.scales
         )
         self._alone = self._world.size == 1
         views = [bucket for bucket in engine.buckets if isinstance(bucket, ViewBucket)]
+        # gradients move to the wire as they become ready
         self._moves_in = any(bucket.moves_in for bucket in views) and not self._alone
         self._order = engine.order
-        self._order_is_observed = False
-        buffers = [*self.model.buffers()]
-        self._broadcasts_buffers = broadcast_buffers and not self._alone
-        self._buffer_kinds = [*map(_kind, buffers)]
-        carries = self._broadcasts_buffers and buffers
-        self._flat_buffers = (
-            FlatBuffer(buffers, self._world.transport.allocate_shared) if carries else None
-        )
-        if self._flat_buffers is not None and self._flat_buffers.flat.numel():
-            engine.share(self._flat_buffers.flat)
-        if engine.buckets[0].residual is not None:
-            self._refuses_weights = FEEDBACK
-        self._refuses_weights = self._refuses_weights or _no_weights(engine, request)
-        if engine.mixes:
-            self._refuses_wishes = (
-                "only partners hear of it in a step: use gossip of weights, or an all-reduce"
-            )
-        self._number: int | None = None  # of the backward pass whose gradients are on their way
-        # what all ranks must agree on in this step; the first bucket says it
-        self._header = engine.buckets[0].header
+        self._bucket_order = BucketOrder(engine, request.build_buckets, named)
+        self._buffers: BufferBroadcast | None = None
+        if broadcast_buffers and not self._alone:
+            self._buffers = BufferBroadcast(self.model, engine)
         if request.watch and not self._alone:
             self._watched = Digest([*self.model.parameters()])
+        self._number: int | None = None
+        """The step that runs: its backward pass's number, `LATE` or `BY_HAND`; None between."""
+        self._header = engine.buckets[0].header
+        """What all ranks must agree on in this step; the first bucket says it."""
         self._looked: Future[None] | None = None
-        # in join(), which ranks still have data
+        """With ``watch=True``: this step's digest of the weights, for the first bucket."""
         self._has_data: Future[Members] | None = None
+        """In ``join()``: which ranks still have data, and so are members of this step."""
         self._members = engine.everybody
+        """Those of the latest step."""
         self._in_flight: list[Future[Span]] = []
         self._live(self._gradient_hooks(), self._guard.before_step, self._guard.after_step)
 
@@ -169,7 +171,7 @@ class SynchronousReplica(Replica):
         number = current_pass()
         if not self._is_synchronous:
             self._guard.held_back = True
-            self._riding.count_pass(number)
+            self._weights.count_pass(number)
             return
         if self._number != number:
             self._begin_pass(number, f"the gradient of {name}")
@@ -183,8 +185,9 @@ class SynchronousReplica(Replica):
             self._submit(leaving)
 
     def _begin_pass(self, number: int, what: str) -> None:
-        if not self._riding.is_idle:
-            self._riding.count_pass(number)  # or refuse it, before the step begins
+        """Begin the step of backward pass `number`, and let the end of that pass finish it."""
+        if not self._weights.is_idle:
+            self._weights.count_pass(number)  # or refuse it, before the step begins
         self._begin(number, what)
         PassEnd(self._finish, self._order.disarm)
         self._order.arm()  # last: what fails before leaves no gradient awaited
@@ -204,8 +207,9 @@ class SynchronousReplica(Replica):
             self._average(BY_HAND)
 
     def _average(self, number: int) -> None:
+        """Run a whole step, `LATE` or `BY_HAND`; nothing inside of a pass, which runs its own."""
         if self._number != current_pass():
-            self._riding.forget_thrown_away()
+            self._weights.forget_thrown_away()
             self._begin(number, "average()")
             self._order.arm()
             try:
@@ -214,7 +218,7 @@ class SynchronousReplica(Replica):
                 self._order.disarm()
 
     def _begin(self, number: int, what: str) -> None:
-        """Start the step of backward pass `number`; refuse `what` of it inside of another pass."""
+        """Start the step `number`; refuse `what` begins it while another step runs."""
         if self._number is not None and not self._alone and not self._world.closed:
             raise UsageError(INTERRUPTED.format(what=what))
         if self._world.joined not in (None, self):
@@ -225,7 +229,8 @@ class SynchronousReplica(Replica):
         self._parameters.require_unchanged()
         self._number = number
         self._in_flight = []
-        self._engine.own_weight = self._riding.own_weight
+        weights = self._weights
+        self._engine.own_weight = 1.0 if weights.is_idle else weights.own_weight
         if not self._alone:
             steps, settings = self._guard.close(self._step)
             late = int(number == LATE)
@@ -242,13 +247,14 @@ class SynchronousReplica(Replica):
         )
 
     def _submit(self, indices: Iterable[int], *, waits: bool = False) -> None:
+        """Let the buckets `indices` leave; the caller `waits` for the answers next, or not yet."""
         for i in indices:
             bucket = self._engine.buckets[i]
             header = self._header if i == 0 else bucket.header
             backward = None if self._number in (LATE, BY_HAND) else self._number
             leaving = None
             if bucket.riders is not None:
-                leaving = self._riding.leave(backward, is_mixed=self._engine.mixes)
+                leaving = self._riding.leave_with_gradients(backward, is_mixed=self._engine.mixes)
             if not self._alone:
                 bucket.take(header, self._order.not_awaited, leaving)
             else:
@@ -257,70 +263,47 @@ class SynchronousReplica(Replica):
             self._in_flight.append(answer)
 
     def _finish(self) -> None:
-        """Send what is left, and wait until all averages are in ``param.grad``."""
+        """Send what is left, and wait until all averages are in ``param.grad``.
+
+        What raises before `_number` is None leaves the step begun, which refuses all later ones.
+        """
         begin_s = perf_counter()
         self._submit(self._order.rest(), waits=True)
-        # which the backward pass may have changed
-        buffers = self._submit_buffers() if self._broadcasts_buffers else []
+        if self._buffers is not None:  # only now, as a backward pass may change them
+            self._in_flight += self._buffers.submit(self._step, self._has_data)
+        # before the buckets: if one of these two failed, the others only know that something did
         if self._has_data is not None:
-            # first: if it failed, the others only know that something did
             self._members = self._has_data.result()
-        if self._looked:
+        if self._looked is not None:
             self._looked.result()
         listener = self._world.comm_thread.listener
         with NOTHING if listener is None else within_range(listener, "wait", step=self._step):
             spans = tuple(map(Future.result, self._in_flight))
+        # from here on nothing is in flight, and gradients and buffers may be written
         if not self._alone:
             for bucket in self._engine.buckets:
                 bucket.assign_missing()
-        if self._flat_buffers is not None:
-            self._flat_buffers.write_back(buffers, unread_buffers(self.model))
+        if self._buffers is not None and not self._buffers.is_empty:
+            self._buffers.install()
         first = self._engine.buckets[0]
-        self._riding.unread = first.riders
-        if first.weight is not None and self._world.joined is None and not self._engine.mixes:
-            self._riding.use_unit(first.weight / self._world.size)
+        self._riding.arrive(first.riders)
+        if (
+            first.weight is not None
+            # else ranks know of different weights, and the unit is equal on all
+            and self._world.joined is None
+            and not self._engine.mixes
+        ):
+            self._weights.use_unit(first.weight / self._world.size)
         self.last = StepReport(self._step, self._members, perf_counter() - begin_s, spans)
         self._stats = self._stats.plus(self.last)
         self._number = None
         self._step += 1
-        if not self._order_is_observed and self._world.joined is None:
-            self._observe_order()
-        if self._engine.graphs is not None:
+        if not self._bucket_order.is_final and self._world.joined is None:
+            self._riding.keep()  # from memory that other buckets may take
+            self._bucket_order.observe(self._step)
+        if self._engine.graphs is not None:  # of the buckets of the next step
             self._engine.capture_graphs(self._engine.graphs, self._step)
-        self._guard.open()
-
-    def _submit_buffers(self) -> list[Tensor]:
-        buffers = [*self.model.buffers()]
-        if [*map(_kind, buffers)] != self._buffer_kinds:
-            raise UsageError(
-                "the buffers' dtypes or shapes have changed since attach(), now"
-                f" {describe_buffers(self.model)}: keep them as they are, or attach with"
-                " broadcast_buffers=False"
-            )
-        if self._flat_buffers is not None:
-            self._flat_buffers.fill(buffers)
-            flat = self._flat_buffers.flat
-            answer = self._engine.submit_broadcast(flat, self._step, self._has_data)
-            self._in_flight.append(answer)
-        return buffers
-
-    def _observe_order(self) -> None:
-        """Rebuild the buckets in the order in which rank 0's gradients became ready."""
-        self._riding.read()  # from memory that other buckets may take
-        order = torch.tensor(self._order.places(), device="cpu")
-        self._engine.submit_broadcast(order, self._step).result()
-        self._reorder(order.tolist())
-
-    def _reorder(self, places: Sequence[int]) -> None:
-        """Rebuild the buckets with the parameters at `places` in this order, for good."""
-        self._order_is_observed = True
-        if [*places] != sorted(places):
-            self._params = [self._params[i] for i in places]
-            before = self._engine.residuals()
-            self._engine.replace_buckets(())  # the new ones take their memory
-            self._engine.replace_buckets(self._build_buckets(self._params))
-            self._engine.restore_residuals(before)
-            self._engine.submit_preparation(self._step, self._engine.everybody).result()
+        self._guard.open()  # last: no optimizer may use a step of which anything failed
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:
@@ -335,40 +318,19 @@ class SynchronousReplica(Replica):
         calls raise `UsageError`. So does ``join()`` inside another one, or for an algorithm that
         cannot go on without a rank.
         """
-        if self._world.joined is not None:
-            raise UsageError(
-                "join() inside join(): one model of a world can be joined at a time, around its"
-                " loop"
-            )
-        self._engine.require_any_members()
-        check_stateful(also, "join()")
-        self._world.agree("join", also=", ".join(type(owner).__name__ for owner in also))
-        self._world.joined = self
-        try:
-            yield
-            self._outlast(also)
-        finally:
-            self._world.joined = None
-            self._engine.forget()
-            self._members = self._engine.everybody
-
-    def _outlast(self, also: Sequence[Stateful]) -> None:
-        """Take part in steps until nobody has data, then the state of one of the last."""
-        last = self._members
-        while members := self._engine.submit_has_data(False, self._step).result():
-            last = members
-            self._step += 1
-        self._copies.find()  # an optimizer may make them in its first step
-        overwrite_model(self._world, self.model, self._step, last[0])
-        overwrite_states(
-            self._world, [*self._optimizers, *also, *self._copies.owners()], self._step, last[0]
-        )
-        self._guard.restart(also)
-        self._riding.read()
-        wish = self._riding.known_to_stop or (self._world.rank,) * self._riding.wants_stop
-        # also of steps in which this rank had no data
-        asked = gather_integers(self._world, wish[0] if wish else -1, self._step)
-        self._riding.known_to_stop = tuple(sorted({*asked.values()} - {-1}))
+        engine = self._engine
+        engine.require_any_members()
+        with joining(self._world, self, also):
+            try:
+                yield
+                self._step = outlast(self._request, engine, also, self._step, self._members)
+                self._guard.restart(also)
+                # also of steps in which this rank had no data
+                asked = gather_integers(self._world, self._riding.asker(), self._step)
+                self._riding.hear_of_stop(sorted({*asked.values()} - {NOBODY}))
+            finally:
+                engine.forget()
+                self._members = engine.everybody
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides; with feedback each rank saves its own."""
@@ -376,13 +338,12 @@ class SynchronousReplica(Replica):
         quantizer = self._engine.quantizer
         if quantizer is None:
             return state
-        order = [name for name, _ in self._params] if self._order_is_observed else None
-        ours = {"order": order, "norm": quantizer.norm, "rank": self._world.rank}
-        return (
-            state
-            | ours
-            | {"residuals": {name: part.clone() for name, part in self._engine.residuals().items()}}
-        )
+        return state | {
+            "order": self._bucket_order.names(),
+            "norm": quantizer.norm,
+            "rank": self._world.rank,
+            "residuals": {name: part.clone() for name, part in self._engine.residuals().items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of `state`; see `Replica.load_state_dict`."""
@@ -390,20 +351,9 @@ class SynchronousReplica(Replica):
         super().load_state_dict(state)
         self._riding.drop()
         if self._engine.quantizer is not None:
-            self._restore_order(state.get("order"))
+            self._bucket_order.restore(state.get("order"), self._step)
             self._engine.restore_residuals(residuals)
             self._engine.quantizer.resume(state.get("norm"))
-
-    def _restore_order(self, names: Sequence[str] | None) -> None:
-        """Let the same values share scales as before, if the parameters have the same names."""
-        place = {name: i for i, (name, _) in enumerate(self._params)}
-        order = [place[name] for name in names or () if name in place]
-        if (
-            self._world.all_equal("the order of gradients", str(order))
-            and len(order) == len(place)
-            and not self._alone
-        ):
-            self._reorder(order)
 
     def consolidate(self) -> None:
         """See `Replica.consolidate`; averaged replicas are equal already, but for buffers."""
