@@ -30,8 +30,8 @@ from commrt.buckets.riders import Riders
 from commrt.buckets.weight_watch import WeightWatch
 from commrt.elastic.elastic_membership import CALL_LOOK_S, ElasticMembership
 from commrt.errors import UsageError
+from commrt.runtime.generation import Members
 from commrt.runtime.membership import LOST
-from commrt.runtime.prepared import Members
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.flat_buffer import FlatBuffer

@@ -18,7 +18,8 @@ from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.step_graph import BoundStep, StepGraphs
 from commrt.errors import UsageError
-from commrt.runtime.prepared import Claim, Members
+from commrt.runtime.comparison import Claim
+from commrt.runtime.generation import Members
 from commrt.runtime.wire import QuantizedWire
 from commrt.runtime.world import World
 from commrt.schedule import Schedule

@@ -16,7 +16,7 @@ from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.step_graph import BoundStep
 from commrt.program import Program, member_program
 from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind, scratch_numel
-from commrt.runtime.prepared import Members
+from commrt.runtime.generation import Members
 from commrt.runtime.reading import bind_reading
 from commrt.runtime.schedules import cut
 from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of

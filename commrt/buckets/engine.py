@@ -27,7 +27,8 @@ from commrt.errors import TransportClosed
 from commrt.proof.spec import promise
 from commrt.proof.summing import require_short_sums
 from commrt.runtime.executor import BoundProgram, RunnableProgram
-from commrt.runtime.prepared import Members, Prepared
+from commrt.runtime.generation import Members
+from commrt.runtime.prepared import Prepared
 from commrt.runtime.schedules import schedule_of
 from commrt.runtime.wire import QuantizedWire, carrier_of
 from commrt.runtime.world import World

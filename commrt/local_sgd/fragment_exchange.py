@@ -33,9 +33,8 @@ from commrt.errors import PeerLost, Place
 from commrt.local_sgd.fragment import Fragment
 from commrt.local_sgd.in_flight import InFlight, Submitted
 from commrt.local_sgd.policy import LocalSGD
-from commrt.runtime.generation import Generation
+from commrt.runtime.generation import Generation, Members
 from commrt.runtime.membership import LOST
-from commrt.runtime.prepared import Members
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
 from commrt.training.request import Request

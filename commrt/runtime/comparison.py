@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks compare what they are about to do; those who differ learn it before anything moves."""
+"""Ranks compare what they are about to do; those who differ learn it before anything moves.
+
+Claims travel as an all-reduce of bytes: each rank writes its own row of zeros. Nothing is kept, and
+nothing of a world changes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +22,7 @@ from commrt.errors import (
 )
 from commrt.program import member_program
 from commrt.runtime.executor import bind
+from commrt.runtime.generation import Members
 from commrt.runtime.membership import Membership
 from commrt.schedule import Schedule
 from commrt.store.disagreement import TOPIC, find_disagreement
@@ -39,20 +45,29 @@ Messages of sums have an even number, so neither is taken for the other.
 COMPARISON = Tag(0, "comparison")
 
 
-class ConsistencyCheck:
-    """Compares what ranks do, before they do it.
+class Claim(NamedTuple):
+    """What `ranks` compare before an exchange of theirs runs for the first time."""
 
-    Methods called ``..._now`` are for the communication thread.
+    ranks: Members
+    text: str
+
+
+class ConsistencyCheck:
+    """Compares what ranks do, before they do it. All is collective among the ranks that are named.
+
+    Methods called ``..._now`` are for the communication thread, or one that has its turn; `agree`
+    is for the training thread.
     """
 
     def __init__(self, transport: TransportByDevice) -> None:
         self._transport = transport
 
-    def require_same_call_now(self, claim: tuple[Sequence[int], str], *_: object) -> None:
-        """Fail with `DisagreementError` on all of `claim` if they differ; the world goes on."""
-        ranks, call = claim
-        # any error of `_gather` is of this rank alone
-        if difference := _difference(self._gather(call, ranks)):
+    def require_same_call_now(self, claim: Claim) -> None:
+        """Fail with `DisagreementError` on all ranks of `claim` if they differ; the world goes on.
+
+        Any other error may be of this rank alone, so it ends the world.
+        """
+        if difference := _difference(self._gather(claim.text, claim.ranks)):
             raise RecoveredError(
                 DisagreementError(
                     f"run: {difference}. The buffer was not sent; make the same calls in the same"
@@ -69,10 +84,7 @@ class ConsistencyCheck:
             )
 
     def agree(self, membership: Membership, topic: str, claim: Mapping[str, str]) -> None:
-        """Return once all members made the same `claim`; raise `DisagreementError` on all.
-
-        On the training thread.
-        """
+        """Return once all members made the same `claim`; raise `DisagreementError` on all."""
         text = json.dumps({TOPIC: topic, **claim}, sort_keys=True)
         tag = Tag(0, topic)
         claims = membership.together(
@@ -86,19 +98,24 @@ class ConsistencyCheck:
             raise error
 
     def _claims_now(self, members: Sequence[int], tag: Tag, claim: str) -> dict[int, str]:
-        """Return the first claim and the first that differs; of another call, its message."""
+        """Return the first claim and the first that differs; of another call, its message.
+
+        All send summaries of equal size. If two differ, those two ranks send their claims.
+        """
         data = claim.encode()
         texts = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
         first = members[0]
-        other = next((rank for rank in members if texts[rank] != texts[members[0]]), members[0])
+        other = next((rank for rank in members if texts[rank] != texts[first]), first)
+        if other == first:
+            return {first: texts[first]}
         summaries = {rank: SUMMARY.fullmatch(text) for rank, text in texts.items()}
-        if first != other and None not in summaries.values():
-            longest = max(int(each[1]) for each in summaries.values() if each)
-            texts = self._gather(claim, members, tag, (first, other), longest)
-        elif first != other:
+        if None in summaries.values():  # a rank compares something else, and sends no claim next
             texts = {
                 rank: text if summaries[rank] is None else claim for rank, text in texts.items()
             }
+        else:
+            longest = max(int(each[1]) for each in summaries.values() if each)
+            texts = self._gather(claim, members, tag, (first, other), longest)
         return {first: texts[first], other: texts[other]}
 
     def _gather(
@@ -109,6 +126,7 @@ class ConsistencyCheck:
         writers: Sequence[int] = (),
         row_nbytes: int = CLAIM_NBYTES,
     ) -> dict[int, str]:
+        """Return what each of `writers`, by default all `ranks`, claims; all `ranks` come."""
         writers = writers or ranks
         message = torch.zeros(len(writers) * row_nbytes + ODD, dtype=torch.uint8, device="cpu")
         rows = dict(zip(writers, message[:-ODD].view(-1, row_nbytes), strict=True))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A generation: who the members of a world are, and since when, as a value.
 
-`commrt.elastic` decides which generation follows.
+`commrt.runtime.membership` holds the one that runs; `commrt.elastic` decides which one follows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
+
+Members = tuple[int, ...]
+"""Ranks that exchange: ``members[i]`` plays rank i of a schedule."""
 
 NOBODY: Mapping[int, int] = MappingProxyType({})
 

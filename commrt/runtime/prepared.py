@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+from commrt.runtime.comparison import Claim
+from commrt.runtime.generation import Members
 from commrt.runtime.membership import Membership
 
 T = TypeVar("T")
@@ -14,21 +16,11 @@ KEPT = 256
 COMPARISONS_KEPT = 256
 """Comparisons that each set of ranks remembers."""
 
-Members = tuple[int, ...]
-"""``members[i]`` plays rank i of a schedule."""
-
 
 class HasMembership(Protocol):
     """A world, as far as it says which generation runs."""
 
     membership: Membership
-
-
-class Claim(NamedTuple):
-    """What `ranks` compare before an exchange of theirs runs for the first time."""
-
-    ranks: Members
-    text: str
 
 
 class Prepared(Generic[T]):
@@ -42,19 +34,27 @@ class Prepared(Generic[T]):
     compared. A new generation has other connections, and perhaps a rank that was not there before:
     it begins with nothing.
 
-    On the communication thread, but for what says otherwise.
+    The communication thread, or one that has its turn, alone writes here, but for what says
+    otherwise; `known` is for any thread.
     """
 
     def __init__(self, world: HasMembership, kept: int = KEPT) -> None:
-        self._world = world
+        self._world = world  # of which the number of the generation is read
         self._kept = kept
+        # these are set by `forget`, and only there made anew
+        self._generation: int
+        self._bound: dict[tuple[Hashable, ...], T]
+        self._compared: dict[Members, set[str]]
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all memory, and begin anew; on all ranks alike, if they compare."""
+        """Let go of all memory, and begin anew; on all ranks alike, if they compare.
+
+        On any thread, if no task runs.
+        """
         self._generation = self._world.membership.number
-        self._bound: dict[tuple[Hashable, ...], T] = {}
-        self._compared: dict[Members, set[str]] = {}
+        self._bound = {}
+        self._compared = {}
 
     def forget_bound(self) -> None:
         """Let go of all memory. A rank may do so alone."""
@@ -89,7 +89,10 @@ class Prepared(Generic[T]):
         known.add(claim.text)
 
     def keep(self, exchange: T, *key: Hashable) -> T:
-        """Keep `exchange`, which was proven, compared and bound, and return it."""
+        """Keep `exchange`, which was proven, compared and bound, and return it.
+
+        On any thread, if no task runs.
+        """
         if not self.is_current:
             self.forget()
         while len(self._bound) >= self._kept:

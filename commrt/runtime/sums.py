@@ -28,8 +28,10 @@ from commrt.proof.spec import all_reduce
 from commrt.proof.summing import require_short_sums
 from commrt.runtime.all_reduce_call import DEFAULT, AllReduce
 from commrt.runtime.bound_sum import BoundSum
+from commrt.runtime.comparison import Claim
 from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind
-from commrt.runtime.prepared import KEPT, Claim, HasMembership, Members, Prepared
+from commrt.runtime.generation import Members
+from commrt.runtime.prepared import KEPT, HasMembership, Prepared
 from commrt.runtime.schedules import schedule_of, traits_of
 from commrt.runtime.sliced_sum import SlicedSum, bind_slices, slice_numel, travels_in_slices
 from commrt.runtime.wire import (

@@ -23,7 +23,7 @@ from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.buckets.weight_watch import WeightWatch
 from commrt.errors import UsageError
-from commrt.runtime.prepared import Members
+from commrt.runtime.generation import Members
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, within_range
