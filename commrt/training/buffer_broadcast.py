@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from commrt.buckets.averaging import AveragingEngine
 from commrt.buckets.engine import Span
 from commrt.errors import UsageError
-from commrt.runtime.prepared import Members
+from commrt.runtime.generation import Members
 from commrt.threads.future import Future
 from commrt.training.flat_buffer import FlatBuffer
 from commrt.training.request import describe_buffers

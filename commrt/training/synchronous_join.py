@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commrt.buckets.averaging import AveragingEngine
-from commrt.runtime.prepared import Members
+from commrt.runtime.generation import Members
 from commrt.training.model_collectives import overwrite_model, overwrite_states
 from commrt.training.request import Request
 from commrt.training.stateful import Stateful
