@@ -3,6 +3,8 @@
 
 Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in
 multiport message-passing systems", 1997.
+
+Pure functions; `REGISTERED` says what commrt offers of them, at which cost.
 """
 
 from __future__ import annotations

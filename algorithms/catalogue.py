@@ -2,7 +2,7 @@
 """All schedules and algorithms by name: what `MODULES` register, and the other ways to train.
 
 Pure functions of tables that are made once, at import. Those ways stand in rooms above this one, so
-`POLICIES` has them as text; `by_name` alone reads it, and imports one when it is asked for.
+`POLICIES` has them as text, and `by_name` imports one when it is asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from commrt.algorithms import (
     torus,
     tree,
 )
-from commrt.algorithms.parts import require_root
+from commrt.algorithms.arguments import require_root
 from commrt.algorithms.registration import Registration
 from commrt.errors import UsageError
 from commrt.schedule import Schedule

@@ -3,6 +3,8 @@
 
 All in one step, the fewest, for short messages and few ranks: a rank exchanges with all others at
 once.
+
+Pure functions; `REGISTERED` says what commrt offers of them, at which cost.
 """
 
 from __future__ import annotations
@@ -15,14 +17,9 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithm import Algorithm
+from commrt.algorithms.arguments import require_maker, require_root, require_whole
 from commrt.algorithms.halving_doubling import HalvingDoubling
-from commrt.algorithms.parts import (
-    backwards,
-    require_maker,
-    require_root,
-    require_whole,
-    two_levels,
-)
+from commrt.algorithms.parts import backwards, two_levels
 from commrt.algorithms.registration import (
     Nodes,
     Registration,

@@ -4,7 +4,7 @@
 Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: Scalable Deep Learning using Gossip
 Communication based Asynchronous Gradient Descent", 2018. In a period of ``ceil(log2 p)`` steps each
 rank's value reaches all ranks. Then the ranks are permuted. The permutation depends only on the
-seed and the number of the period.
+seed and the number of the period. Pure functions; `Gossip` says in text what trains with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 
 from commrt.algorithm import SYNCHRONOUS
 from commrt.algorithms import ring
-from commrt.algorithms.parts import require_whole, two_levels
+from commrt.algorithms.arguments import require_whole
+from commrt.algorithms.parts import two_levels
 from commrt.errors import UsageError
 from commrt.schedule import MIX, IntArray, Schedule, Step, empty
 

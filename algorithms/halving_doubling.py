@@ -4,6 +4,8 @@
 Rabenseifner; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations
 in MPICH", 2005. From step to step the amount halves and the distance doubles, and then back: most
 bytes go to the nearest rank. Halving alone is a reduce-scatter, and doubling alone an all-gather.
+
+Pure functions; `REGISTERED` says what commrt offers of them, at which cost.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of several algorithms: schedules backwards or folded, chunks that wrap, argument checks."""
+"""Parts of several algorithms: schedules backwards, on two levels or folded, and chunks that wrap.
+
+Pure functions of schedules and numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from commrt.errors import ScheduleError, UsageError
+from commrt.errors import ScheduleError
 from commrt.schedule import ADD, COPY, Combine, IntArray, Schedule, Step
 
 MAX_HELPERS = 8
@@ -123,26 +126,3 @@ def _slices(core: int, extras: int, chunks: int) -> tuple[IntArray, IntArray, In
         ]
     extra, helper, lo, hi = np.array(rows, dtype=np.int64).T
     return extra, helper, lo, hi
-
-
-def require_root(p: int, root: int, what: str) -> None:
-    """Raise `UsageError` unless `root` is one of `p` ranks."""
-    if not 0 <= root < p:
-        raise UsageError(
-            f"rank {root} cannot be the root of a {what} over {p} ranks: choose one of 0..{p - 1}"
-        )
-
-
-def require_whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise `UsageError` unless `value` is a whole number in range."""
-    if type(value) is not int or value < least or (most is not None and value > most):
-        limit = "on" if most is None else f"to {most:,}"
-        raise UsageError(f"{name}={value!r:.80}: give a whole number from {least} {limit}")
-
-
-def require_maker(name: str, value: object) -> None:
-    """Raise `UsageError` unless `value` is an object that makes schedules."""
-    if isinstance(value, type) or not callable(getattr(value, "schedule", None)):
-        raise UsageError(
-            f"{name}={value!r:.80} makes no schedules: pass an object, such as commrt.Ring()"
-        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module of this folder says of its schedules, in `REGISTERED` at its end.
+"""What a module of this folder says of its schedules, in `REGISTERED` at its end; terms of costs.
 
 From this follow the catalogue, the command line, the shapes that ``commrt plan`` tries, what the
 backend of torch.distributed may choose, the page of the reference, and the proofs of schedules and

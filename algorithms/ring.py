@@ -2,6 +2,8 @@
 """The ring, and several rings at once: as few bytes as an all-reduce can send, in many steps.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+
+Pure functions; `REGISTERED` says what commrt offers of them, at which cost.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from math import gcd
 
 import numpy as np
 
-from commrt.algorithms.parts import require_whole
+from commrt.algorithms.arguments import require_whole
 from commrt.algorithms.registration import (
     Nodes,
     Registration,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any algorithm on slices of the buffer: one is combined while the next one is transferred."""
+"""Any algorithm on slices of the buffer: one is combined while the next one is transferred.
+
+A pure function of schedules, and the class of it that users wrap around another algorithm.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from functools import lru_cache
 from itertools import chain
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.parts import require_maker, require_whole
+from commrt.algorithms.arguments import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError
 from commrt.schedule import Schedule, Step

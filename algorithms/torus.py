@@ -4,6 +4,8 @@
 Mikami, Suganuma, U-chupala, Tanaka and Kageyama, "Massively Distributed SGD: ImageNet/ResNet-50
 Training in a Flash", 2018/2019, section on 2D-Torus all-reduce. Rank r is in column ``r % X`` of
 row ``r // X``.
+
+Pure functions; `REGISTERED` says what commrt offers of them, at which cost.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
 2005.
+
+Pure functions; `REGISTERED` says what commrt offers of them, at which cost.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithms import ring
-from commrt.algorithms.parts import backwards, require_root, wrapped
+from commrt.algorithms.arguments import require_root
+from commrt.algorithms.parts import backwards, wrapped
 from commrt.algorithms.registration import Registration, all_but_one, doublings, twice_all_but_one
 from commrt.schedule import ADD, COPY, Schedule, Step
 

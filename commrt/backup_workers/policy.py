@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.parts import require_maker, require_whole
+from commrt.algorithms.arguments import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Schedule

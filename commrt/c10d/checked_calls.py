@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from commrt.algorithms.arguments import require_root
 from commrt.algorithms.catalogue import ROOTED
-from commrt.algorithms.parts import require_root
 from commrt.c10d.call import Call, Kind
 from commrt.c10d.call_layout import Layout, exchange_places, places
 from commrt.c10d.call_options import option

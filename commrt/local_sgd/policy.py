@@ -18,9 +18,9 @@ from math import inf
 from typing import Any, ClassVar, Final, Literal
 
 from commrt.algorithm import Algorithm
+from commrt.algorithms.arguments import require_maker, require_whole
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.local_sgd.outer import HeavyBall, Nesterov, Outer

@@ -8,7 +8,7 @@ cut.
 Two summands may change places: ``a + b`` and ``b + a`` have the same bits. So an order is a tree.
 Its leaves are the ranks' contributions, and a node is one call of a kernel, which adds a rank's own
 value and what others sent it for one range of chunks, in order of ranks, and rounds once, at its
-end.
+end. Pure functions of a schedule.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ Each step is checked:
 4. no contribution is added twice.
 
 After the last step every cell must hold what the `Collective` says. Both ends of a transfer come
-from one canonical step (`commrt.program`), so sends meet their receives in order and size.
+from one canonical step (`commrt.program`), so sends meet their receives in order and size. By the
+same replay `ends_alike` tells whether it matters where a buffer is cut. Pure functions.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """What a collective must do: who holds which chunk before, and whose contributions each has after.
 
 A `Collective` holds both as arrays over (rank, chunk). `verify` replays a schedule and checks it
-against one.
+against one. Pure functions, which raise `ScheduleError` for what would not fit into memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In how many steps of a schedule a sum grows: codes of few bits can carry only few such steps."""
+"""In how many steps of a schedule a sum grows: codes of few bits can carry only few such steps.
+
+Pure functions of a schedule.
+"""
 
 from __future__ import annotations
 

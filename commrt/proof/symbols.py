@@ -3,7 +3,7 @@
 
 A cell is a (rank, chunk) pair, numbered ``rank * chunks + chunk``. Both kinds of state are built
 from the cells that hold a value at first; `apply` plays a step or raises `Refuted`, `check`
-compares with a collective's goal.
+compares with a collective's goal. A state belongs to one replay, and only `apply` changes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNDEFINED = "sends this chunk before it holds a value"
 
 
 class Refuted(Exception):
-    """Raised for a step, or a final state, that no correct schedule has."""
+    """Raised for a step, or a final state, that no correct schedule has. Never leaves this room."""
 
     def __init__(self, what: str, cell: int) -> None:
         self.what = what

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.parts import require_maker
+from commrt.algorithms.arguments import require_maker
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.options import require_compatible

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commrt.algorithm import SYNCHRONOUS, Algorithm
-from commrt.algorithms.parts import require_maker
+from commrt.algorithms.arguments import require_maker
 from commrt.algorithms.torus import Torus2D
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.plan import MIB
