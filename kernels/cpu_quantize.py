@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codes on CPUs, by Numba: the same bits as `commrt.kernels.quantize`, in one pass over memory.
 
-A tile fits a core's nearest cache, so it is loaded, scaled, rounded and packed there. Functions run
-without Python's lock. The compiler may not fuse or reorder operations on floats here, so each is
-rounded as the definition says. It can use wide registers only in loops whose index cannot be
-negative: hence the many functions of whole slices. Importing this raises `RuntimeError` where Numba
-may write no cache: compiling takes 6 seconds.
+A tile (drawn there) fits a core's nearest cache, so it is loaded, scaled, rounded and packed in
+that. Functions run without Python's lock. The compiler may not fuse or reorder operations on floats
+here, so each is rounded as the definition says. It can use wide registers only in loops whose index
+cannot be negative: hence the many functions of whole slices. They write to the memory they are
+given, on the calling thread: `x` are a tile's values, `y` those in units of their scales, and `q`
+the codes, a byte each. Importing this raises `RuntimeError` where Numba may write no cache:
+compiling takes 6 seconds.
 """
 
 from __future__ import annotations
@@ -91,6 +93,7 @@ def _tiles(codes: Tensor, quantizer: Quantizer) -> Array:
 def _encode(
     values: Array, residual: Array, tiles: Array, key: Array, form: tuple[Any, ...]
 ) -> None:
+    """Code `values` and their `residual`, if it is not empty, which then has what is lost."""
     # a named tuple, and functions of it, take Numba more time
     block, bits, largest, is_float, is_stochastic = form
     numel = TILE_BLOCKS * block
@@ -99,17 +102,17 @@ def _encode(
     numbers = np.empty(numel, np.float32)
     q = np.empty(numel, np.uint8)
     most = np.empty(TILE_BLOCKS, np.int32)
-    steps = np.empty(TILE_BLOCKS, np.float32)
+    scales = np.empty(TILE_BLOCKS, np.float32)
     for tile in range(len(tiles)):
         given = values[tile * numel : (tile + 1) * numel]
         left = residual[tile * numel : (tile + 1) * numel]
         _load(x, given, left)
-        _set_scales(tiles[tile], x, block, largest, most, steps)
+        _set_scales(tiles[tile], x, block, largest, most, scales)
         if is_stochastic:
             _uniform(numbers, key, tile)
         for each in range(TILE_BLOCKS):
             part = slice(each * block, (each + 1) * block)
-            inverse = _inverse(steps[each])
+            inverse = _inverse(scales[each])
             if is_float:
                 _round_floats(x[part], inverse, q[part], y[part])
             elif is_stochastic:
@@ -125,7 +128,7 @@ def _encode(
             if most[each] >= HUGE_BITS:
                 left[part] = 0  # what is not finite leaves nothing
             else:
-                _subtract(left[part], x[part], y[part], steps[each])
+                _subtract(left[part], x[part], y[part], scales[each])
 
 
 @compiled
@@ -138,30 +141,30 @@ def _load(x: Array, values: Array, residual: Array) -> None:
 
 
 @compiled
-def _inverse(step: Array) -> Array:
-    inverse = np.float32(1) / step
-    return inverse if np.isfinite(inverse) and np.isfinite(step) else np.float32(0)
+def _inverse(scale: Array) -> Array:
+    inverse = np.float32(1) / scale
+    return inverse if np.isfinite(inverse) and np.isfinite(scale) else np.float32(0)
 
 
 @compiled
 def _set_scales(
-    tile: Array, x: Array, block: int, largest: Array, most: Array, steps: Array
+    tile: Array, x: Array, block: int, largest: Array, most: Array, scales: Array
 ) -> None:
-    """Write a tile's scales, rounded up, also to `steps`; each block's largest value to `most`."""
+    """Write scales, rounded up, to `tile` and `scales`; each block's largest value to `most`."""
     magnitudes = x.view(np.int32)
     for each in range(TILE_BLOCKS):
         most[each] = _largest(magnitudes[each * block : (each + 1) * block])
     share = np.float32(1.0 / largest)
-    scales = tile[:SCALES_NBYTES].view(np.uint16)
-    kept = steps.view(np.int32)
+    sent = tile[:SCALES_NBYTES].view(np.uint16)
+    kept = scales.view(np.int32)
     for each in range(TILE_BLOCKS):
-        steps[each] = most.view(np.float32)[each] * share
+        scales[each] = most.view(np.float32)[each] * share
         bits = (kept[each] + 0xFFFF) >> 16
         if most[each] >= HUGE_BITS:
             bits = NAN_SCALE if most[each] > INFINITY_BITS else INFINITY_BITS >> 16
         if most[each] < LEAST_BITS:
             bits = 0
-        scales[each] = bits
+        sent[each] = bits
         kept[each] = bits << 16
 
 
@@ -215,9 +218,9 @@ def _floats(q: Array, y: Array) -> None:
 
 
 @compiled
-def _subtract(residual: Array, x: Array, y: Array, step: Array) -> None:
+def _subtract(residual: Array, x: Array, y: Array, scale: Array) -> None:
     for i in range(len(residual)):
-        residual[i] = x[i] - y[i] * step
+        residual[i] = x[i] - y[i] * scale
 
 
 @compiled
@@ -228,11 +231,11 @@ def _sum(
     numel = TILE_BLOCKS * block
     q = np.empty(numel, np.uint8)
     y = np.empty(numel, np.float32)
-    steps = np.empty(TILE_BLOCKS, np.float32)
+    scales = np.empty(TILE_BLOCKS, np.float32)
     share = np.float32(2.0 ** (bits - 8))  # exact: codes are in the highest bits
     for tile in range(len(tiles)):
         out = values[tile * numel : (tile + 1) * numel]
-        scales = tiles[tile][:SCALES_NBYTES].view(np.uint16)
+        sent = tiles[tile][:SCALES_NBYTES].view(np.uint16)
         _unpack(tiles[tile], q, bits)
         if is_float:
             _floats(q, y)
@@ -240,11 +243,11 @@ def _sum(
             _integers(q.view(np.int8), y)
         for each in range(TILE_BLOCKS):
             part = slice(each * block, (each + 1) * block)
-            steps.view(np.uint32)[each] = np.uint32(scales[each]) << np.uint32(16)
+            scales.view(np.uint32)[each] = np.uint32(sent[each]) << np.uint32(16)
             if is_added:
-                _add_scaled(out[part], y[part], steps[each] * share)
+                _add_scaled(out[part], y[part], scales[each] * share)
             else:
-                _scale(out[part], y[part], steps[each] * share)
+                _write_scaled(out[part], y[part], scales[each] * share)
 
 
 @compiled
@@ -254,15 +257,15 @@ def _integers(q: Array, y: Array) -> None:
 
 
 @compiled
-def _scale(out: Array, y: Array, step: Array) -> None:
+def _write_scaled(out: Array, y: Array, scale: Array) -> None:
     for i in range(len(out)):
-        out[i] = y[i] * step
+        out[i] = y[i] * scale
 
 
 @compiled
-def _add_scaled(out: Array, y: Array, step: Array) -> None:
+def _add_scaled(out: Array, y: Array, scale: Array) -> None:
     for i in range(len(out)):
-        out[i] += y[i] * step  # exact products: rounded once
+        out[i] += y[i] * scale  # exact products: rounded once
 
 
 @compiled

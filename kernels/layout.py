@@ -3,7 +3,7 @@
 
 Each part begins at a multiple of 16 elements, so that accesses of 16 bytes are aligned in every
 dtype. Kernels do not write the elements between two parts. Nobody reads them, except who codes a
-whole wire in blocks: see `Layout.gaps`.
+whole wire in blocks: see `Layout.gaps`. Pure arithmetic and views.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of a backend that moves tensors to and from one wire buffer.
 
-`torch_packing` implements it in plain torch, `device.packing` in Triton.
+`torch_packing` implements it in plain torch, `device.packing` in Triton. One thread at a time calls
+it; `mismatched` may be read by any.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The random numbers of stochastic rounding: Philox 4x32-10 in numpy, and its keys.
 
-Numbers depend on a key and a place only, so every back end draws the same ones, in any order.
+Pure functions. Numbers depend on a key and a place only, so every back end draws the same ones, in
+any order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pack, reduce and mix in plain torch: this defines the kernels, and runs on CPUs.
 
-Unpacking is a copy, and has no function here.
+Functions write to their targets only. Unpacking is a copy, and has no function here.
 """
 
 from __future__ import annotations

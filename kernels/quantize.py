@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values to codes and back, in plain torch: defines the kernels, and runs on CPUs.
 
+A *tile* is 8 blocks of values with a scale each. Its codes begin with the scales, rounded to bf16.
+Then come planes, the widest first, which have the highest bits of each code:
+
+    | scales, 16 bytes | plane of 4 bits per code | plane of 2 bits | plane of 1 bit |
+
+Codes of 7 bits have these three, codes of 6 bits two of them, codes of 8 bits one plane of their
+own (`Quantizer.planes`). Byte i of a plane of n bytes has bits of the codes i, i + n, i + 2 n, ...
+of the tile, the first in its lowest bits. Values that the last tile lacks are coded as zeros.
+
 A code times its scale is exact in fp32 (8 bits times 8 bits), so dequantizing rounds nothing, fused
 or not. Other results are rounded once per operation, as written here; the kernels for GPUs do the
-same operations in the same order.
+same operations in the same order. Functions write to what they are given, and keep nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +28,10 @@ from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 PIECE_NUMEL = 1 << 18
 """Values that are quantized at once: few calls of torch, and 1 MiB that stays in a cache."""
 SCALES_NBYTES = 2 * TILE_BLOCKS
+"""Bytes of the scales at the begin of a tile."""
 INFINITY_BITS = 0x7F800000
 NAN_SCALE = 0x7FC0
+"""The scale, as bf16, of a block with a value that is not a number."""
 HUGE_BITS = 0x7E800000
 """2 ** 126: a block with such a value travels as infinities: its values or their loss could be."""
 LEAST_BITS = 0x0D800000
@@ -40,15 +51,15 @@ def quantize(
     a value that is not finite, or of 2 ** 126 or more, becomes one of infinities or NaNs, and
     leaves no residual. `key` selects the random numbers.
     """
-    for first, part, tiles, y in _pieces(codes, quantizer):
+    for first, part, tiles, memory in _pieces(codes, quantizer):
         left = None if residual is None else residual[part].add_(values[part])
         given = values[part] if left is None else left
         missing = -len(given) % quantizer.tile_numel
-        x = (torch.nn.functional.pad(given, (0, missing)) if missing else given).view_as(y)
+        x = (torch.nn.functional.pad(given, (0, missing)) if missing else given).view_as(memory)
         bits, infinite = _scale_bits(x, quantizer)
         tiles[:, :SCALES_NBYTES].view(torch.int16).copy_(bits.view(-1, TILE_BLOCKS))
-        steps = _steps(tiles)
-        torch.mul(x, steps.reciprocal().nan_to_num_(0.0, 0.0), out=y)
+        scales = _scales(tiles)
+        y = torch.mul(x, scales.reciprocal().nan_to_num_(0.0, 0.0), out=memory)
         if quantizer.rounding == STOCHASTIC:
             y.add_(uniform(key, first, len(tiles), quantizer).view(y.shape).to(y.device)).floor_()
             y.clamp_(-quantizer.most, quantizer.most)
@@ -58,44 +69,46 @@ def quantize(
             y[infinite] = 1.0  # 1 times a scale that is not finite is not finite
         _pack(y.view(len(tiles), -1), tiles, quantizer)
         if left is not None:
-            _unpack(tiles, y, quantizer)
-            torch.sub(x, y.mul_(steps), out=y)
+            _unpack(tiles, memory, quantizer)
+            lost = torch.sub(x, memory.mul_(scales), out=memory)
             if infinite is not None:
-                y[infinite] = 0.0
-            left.copy_(y.view(-1)[: len(left)])
+                lost[infinite] = 0.0
+            left.copy_(lost.view(-1)[: len(left)])
 
 
 def dequantize(codes: Tensor, values: Tensor, quantizer: Quantizer) -> None:
     """Write what `codes` stand for to `values`; shapes as for `quantize`."""
-    for _, part, tiles, y in _pieces(codes, quantizer):
+    for _, part, tiles, memory in _pieces(codes, quantizer):
         out = values[part]
-        whole = out.view_as(y) if len(out) == y.numel() else y
-        _unpack(tiles, whole, quantizer)
-        whole.mul_(_steps(tiles))
-        if whole is y:
-            out.copy_(y.view(-1)[: len(out)])
+        is_whole = len(out) == memory.numel()
+        decoded = out.view_as(memory) if is_whole else memory
+        _unpack(tiles, decoded, quantizer)
+        decoded.mul_(_scales(tiles))
+        if not is_whole:
+            out.copy_(decoded.view(-1)[: len(out)])
 
 
 def add_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> None:
     """Compute ``values += dequantized(received[0]) + ...``, left to right; shapes as `quantize`."""
     rows = [codes.view(-1, quantizer.tile_nbytes) for codes in received]
-    for first, part, piece, y in _pieces(received[0], quantizer):
-        for tiles in (row[first : first + len(piece)] for row in rows):
-            _unpack(tiles, y, quantizer)
-            out = values[part]
-            steps = _steps(tiles)
+    for first, part, piece, memory in _pieces(received[0], quantizer):
+        out = values[part]
+        for row in rows:
+            tiles = row[first : first + len(piece)]
+            _unpack(tiles, memory, quantizer)
+            scales = _scales(tiles)
             # exact products: rounded once
-            if len(out) == y.numel():
-                out.view_as(y).addcmul_(y, steps)
+            if len(out) == memory.numel():
+                out.view_as(memory).addcmul_(memory, scales)
             else:
-                out.add_(y.mul_(steps).view(-1)[: len(out)])
+                out.add_(memory.mul_(scales).view(-1)[: len(out)])
 
 
 def _pieces(codes: Tensor, quantizer: Quantizer) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
     """Yield some tiles at a time: the first's number, their values, and uint8 [tiles, tile_nbytes].
 
-    The last one is memory for their codes, fp32 [blocks, block], which all pieces share: new memory
-    costs page faults.
+    The last one is memory for what is computed of them, fp32 [blocks, block], with any contents.
+    All pieces share it: new memory costs page faults.
     """
     tiles = codes.view(-1, quantizer.tile_nbytes)
     most = PIECE_NUMEL // quantizer.tile_numel
@@ -106,7 +119,7 @@ def _pieces(codes: Tensor, quantizer: Quantizer) -> Iterator[tuple[int, slice, T
         yield first, part, piece, memory[: len(piece) * TILE_BLOCKS]
 
 
-def _steps(tiles: Tensor) -> Tensor:
+def _scales(tiles: Tensor) -> Tensor:
     """Return the scales of `tiles`, fp32 [blocks, 1]."""
     return tiles[:, :SCALES_NBYTES].view(torch.bfloat16).float().view(-1, 1)
 
@@ -134,7 +147,7 @@ def _scale_bits(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]
 
 
 def _pack(y: Tensor, tiles: Tensor, quantizer: Quantizer) -> None:
-    """Write the codes `y`, plane after plane: the k-th byte of a plane has codes that lie apart."""
+    """Write the codes `y`, whole numbers or e4m3, fp32 [tiles, tile_numel], to their planes."""
     begin = SCALES_NBYTES
     shift = quantizer.bits
     if quantizer.bits == 8:

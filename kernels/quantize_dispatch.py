@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the backend that quantizes: Triton on a GPU, Numba on a CPU that has it, or plain torch.
 
-Each function compiles what its result needs. `commrt.kernels.quantize` defines what that does.
+Each function compiles what its result needs, and the first on a CPU imports Numba. Results are used
+as those of `dispatch`; `commrt.kernels.quantize` defines what they do.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank reads and writes to signal its peers and to wait for theirs, on any device."""
+"""What a rank reads and writes to signal its peers and to wait for theirs, as data.
+
+A kernel of the rank's GPU does what a plan says (`commrt.kernels.device.signal_wait`), and
+`commrt.transport.signals` makes plans, and reads and writes the words in host memory.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-HOST_WORDS = ABORT, TIMEOUT_NS, FAILED, ENDED = range(4)
-"""Words in host memory.
-
-Not 0 to give up; the deadline; what failed: a plan's number times `MOST_RANKS`, plus 1 and the rank
-of the peer that did not come; how many programs have ended.
+ABORT = 0
+"""Word in host memory that the host writes: not 0 to give up."""
+TIMEOUT_NS = 1
+"""Word that the host writes: the deadline of each wait."""
+FAILED = 2
+"""Word that the GPU writes: the number of the plan that failed times `MOST_RANKS`, plus 1 and the
+rank of the peer that did not come.
 """
+ENDED = 3
+"""Word that the GPU writes: how many programs have ended."""
+HOST_WORDS = (ABORT, TIMEOUT_NS, FAILED, ENDED)
 MOST_RANKS = 1 << 20
 BACK = 1 << 30
 """How far back a rank goes when its wait fails, so that its peers read no more of it."""

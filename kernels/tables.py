@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables in GPU memory that tell one kernel where many tensors lie; only addresses change."""
+"""Tables in GPU memory that tell one kernel where many tensors lie; only addresses change.
+
+One thread at a time uses a table, with the stream on which it launches as the current one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ def alignment(addresses: Sequence[int]) -> int:
 
 
 class Tables:
-    """Tables of the tensors of one wire, tile by tile; cost 8 bytes per tensor and 16 per tile."""
+    """Tables of the tensors of one wire, tile by tile; cost 8 bytes per tensor and 16 per tile.
+
+    `point_at` alone changes what is public here.
+    """
 
     def __init__(self, layout: Layout, tile: int, device: torch.device) -> None:
         sizes = np.array(layout.counts, np.int64)
@@ -56,8 +62,6 @@ class Tables:
         """Number of programs of a kernel."""
         self.align = WIDEST_NBYTES
         """The largest power of two up to 16 that divides all addresses."""
-        self.uploads = 0
-        """Number of times that the addresses were copied to the device."""
         self._known = [0] * len(sizes)
         self._staging: deque[Staging] = deque()
 
@@ -100,7 +104,6 @@ class Tables:
                 self._staging.append(Staging(self.addresses))
             self._staging.rotate()
             self._staging[0].send(now)
-            self.uploads += 1
             self._known = now
             self.align = alignment(now)
 

@@ -110,7 +110,7 @@ class TorchPacking:
         self.packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(
             t.dtype == wire.dtype for t in like
         )
-        """True if small tensors are copied together; see `pack_at_once`."""
+        """True if small tensors are copied together; see `pack_at_once`. Never changes."""
         is_narrow = wire.dtype in {torch.bfloat16, torch.float16} and all(
             t.dtype == torch.float32 for t in like
         )
@@ -123,6 +123,7 @@ class TorchPacking:
         self._bits = layout.header(self._head_bits)
         layout.flags(self._head_bits).fill_(True)
         self.mismatched = False
+        """Set by `compare` alone, never taken back; any thread may read it."""
         self._mixes: _Mixes | None = None  # where `mix` last found what was received
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch compiled kernels with little work per call: a kept handle, and integers for addresses.
+"""Launches of compiled kernels, with little work per call: a kept handle, integers for addresses.
 
-Triton's own launch checks every argument, its alignment, the device and the options each time. Here
-are also the launches of all kernels but those of packing, on fixed memory.
+Triton's own launch checks every argument, its alignment, the device and the options each time. Any
+thread may make a launch, which is compiled and loaded under a lock, and call it: it runs on that
+thread's current stream. All on fixed memory are made here; those of `device.packing` are not fixed.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Bound:
 
 
 _loading = threading.Lock()
+"""Held while a kernel is compiled and loaded: Triton's handle is there before its code is."""
 
 
 def launch_of(variant: Variant, device: torch.device) -> Launch:
@@ -60,7 +62,7 @@ def launch_of(variant: Variant, device: torch.device) -> Launch:
     there: AbstractContextManager[object] = (
         torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     )
-    with _loading, there:  # Triton's handle is there before its code is loaded
+    with _loading, there:
         return _loaded(variant, device)
 
 

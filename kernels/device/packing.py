@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move tensors to and from one wire buffer on a GPU: one launch to pack, one to unpack."""
+"""Move tensors to and from one wire buffer on a GPU: one launch to pack, one to unpack.
+
+One thread at a time. All is queued on its current stream. Only `present` waits for the GPU, and a
+copy of addresses for the one before the last.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,8 @@ class TritonPacking:
         self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)
         # aligned copies, by index, of tensors that once were not aligned
         self._stages: dict[int, Tensor] = {}
-        self._staged: dict[int, Tensor] = {}  # those used by the captured launches now
+        # those that captured launches use now: set by `aim`, copied back and dropped by `repeated`
+        self._staged: dict[int, Tensor] = {}
         # written by the GPU, read here
         mark = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=wire.is_cuda)
         # the array keeps the memory

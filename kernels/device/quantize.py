@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values to codes of few bits and back, as `commrt.kernels.quantize` defines; a program per tile.
 
-A thread takes the same 4 columns of all 8 blocks of a tile. Bits that share a byte lie whole blocks
-apart, and so do values that share a counter of random numbers, so threads exchange nothing but the
-largest value of each block.
+That module draws a tile. A thread takes the same 4 columns of all 8 blocks of it. Bits that share a
+byte lie whole blocks apart, and so do values that share a counter of random numbers, so threads
+exchange nothing but the largest value of each block.
 """
 
 from __future__ import annotations
@@ -116,12 +116,14 @@ def _span(numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile(codes, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """A pointer to the first byte of this program's tile of codes."""
     nbytes: tl.constexpr = SCALES + BLOCKS * BLOCK * BITS // 8
     return tl.multiple_of(codes + tl.program_id(0).to(tl.int64) * nbytes, GRAIN)
 
 
 @triton.jit
 def _as_scales(tile):
+    """A pointer to the scales of a tile."""
     return tl.multiple_of(tile.to(tl.pointer_type(tl.int16)), GRAIN)
 
 
@@ -148,6 +150,7 @@ def _read(source, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write(target, x, count, BLOCK: tl.constexpr):
+    """Store the first `count` values of a tile."""
     offset = _offsets(BLOCKS, BLOCK)
     whole = (count // VECTOR) * VECTOR
     tl.store(target + offset, x, mask=offset < whole)
@@ -211,6 +214,7 @@ def _pack(target, code, BLOCK: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _pack_plane(target, code, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Store the `WIDTH` bits of each code that its plane of this width has."""
     part = (code >> (BITS & (WIDTH - 1))) & ((1 << WIDTH) - 1)
     if WIDTH < 8:
         shift = (tl.arange(0, 8 // WIDTH) * WIDTH)[:, None, None]
@@ -236,6 +240,7 @@ def _unpacked(source, BLOCK: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _unpacked_plane(source, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """The bits of each code that its plane of this width has, in their place in the code."""
     part = tl.load(_plane(source, WIDTH, BLOCK, BITS)).to(tl.int32)
     if WIDTH < 8:
         shift = (tl.arange(0, 8 // WIDTH) * WIDTH)[:, None, None]

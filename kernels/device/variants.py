@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the kernels for given dtypes, alignments and sizes, before their first use.
 
+A function for each kernel says what is compiled, as data; `compiled` does it, and loads nothing.
 The signature, hints and options are the same with and without a GPU at hand, so what tests compile
 is what runs.
 """
