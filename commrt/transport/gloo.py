@@ -8,7 +8,9 @@ Gloo matches messages by tag and does not compare sizes. Each message's tag is m
 between the two ranks, its size and its call: that keeps the order, and ranks that disagree end in a
 deadline instead of wrong data.
 
-Groups run on the thread that exchanges; any thread may `post`, with tags of its own, or `abort`.
+A transport either runs groups, on the thread that exchanges, or is for `post`, on any thread with
+the caller's tags (`commrt.c10d.host_messages`): these could be those of a group. Any thread may
+`abort`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ from commrt.transport.protocol import (
 )
 
 UNUSED_TAG = (1 << 31) - 1
-"""The largest of Gloo's tags, a signed int in torch: nobody sends it; see `GlooTransport.close`."""
+"""The largest of Gloo's tags, a signed int in torch: no group has it; see `GlooTransport.close`."""
+SPREAD = 0x9E3779B1
+"""By which a message's number is multiplied in its tag, so that sizes and calls do not undo it."""
 POLL_S = 0.001
 """Seconds for which a failed group asks each of its other transfers for its result."""
 
@@ -63,7 +67,7 @@ class _Transfer(NamedTuple):
     data: Tensor
     is_send: bool
     numbers: count[int]
-    """Counts all transfers with this peer in this direction."""
+    """Counts all transfers with this peer in this direction, of all groups."""
 
 
 class GlooTransport(Transport):
@@ -71,8 +75,8 @@ class GlooTransport(Transport):
 
     Connects to all other `members` through a `store` that nobody used before; raises
     `TransportError` if one does not come. `address` is what this rank listens on, None for Gloo's
-    own choice (``GLOO_SOCKET_IFNAME``). If `lazy`, it waits for nobody, and two ranks connect when
-    they first exchange.
+    own choice (``GLOO_SOCKET_IFNAME``); who shares a host does not matter here. If `lazy`, it waits
+    for nobody, and two ranks connect when they first exchange.
     """
 
     kind = "gloo"
@@ -84,7 +88,7 @@ class GlooTransport(Transport):
         members: Sequence[int],
         timeout_s: float = 300.0,
         address: str | None = None,
-        local_members: Sequence[int] = (),
+        _local_members: Sequence[int] = (),
         *,
         lazy: bool = False,
     ) -> None:
@@ -94,14 +98,14 @@ class GlooTransport(Transport):
         self._sent = {peer: count() for peer in members}
         self._received = {peer: count() for peer in members}
         self._lazy = lazy
-        self._gloo = cast("Any", None)
-        # indices of members to which a connection may lead
         self._used = set(() if lazy else range(len(members)))
-        self._connect(store, address)
+        """Indices of members to which a connection may lead: any thread adds those that it uses."""
+        self._gloo: Any = self._connect(store, address)
+        """Gloo's own object; None once any thread has closed this one."""
         release_in_forked_child(self)
 
-    def _connect(self, store: Store, address: str | None) -> None:
-        """Connect once all ranks can listen; with lazy connections, only listen."""
+    def _connect(self, store: Store, address: str | None) -> Any:
+        """Return Gloo's object, connected once all ranks can listen; if lazy, it only listens."""
         begun_s = clock.now_s()
         devices = list[Any]()
         problem = ""
@@ -123,7 +127,7 @@ class GlooTransport(Transport):
         left_s = max(begun_s + self.timeout_s - clock.now_s(), POLL_S)
         try:
             make = partial(ProcessGroupGloo, store, index, ranks, _options(devices, left_s))
-            self._gloo = call_store(make, left_s, self.rank)
+            gloo: Any = call_store(make, left_s, self.rank)
         except (RuntimeError, MemoryError, TransportError) as error:
             passed_s = min(clock.now_s() - begun_s, self.timeout_s)
             raise TransportError(
@@ -135,6 +139,7 @@ class GlooTransport(Transport):
         if not self._lazy:
             addresses = partial(_published, store, index, len(devices))
             refuse_connections(call_store(addresses, rank=self.rank))
+        return gloo
 
     def _gather(self, store: Store, problem: str) -> dict[int, str]:
         said = PrefixStore("listens", store)
@@ -152,7 +157,7 @@ class GlooTransport(Transport):
         return super().allocate(numel, dtype)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
-        """Begin one send or receive outside of groups, by Gloo's tags; from any rank if None."""
+        """Begin one send or receive by Gloo's tag; from any rank if None. See the module's rule."""
         gloo = self._gloo  # of which no reference may stay: connections live as long as one
         if gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, peer))
@@ -188,6 +193,7 @@ class GlooTransport(Transport):
         hop: int,
         tag: Tag,
     ) -> Callable[[], None]:
+        """Begin `transfers`; return `_finish` for them, which was called if one could not begin."""
         place = tag.place(self.rank, hop)
         if self._gloo is None:
             raise TransportClosed("the transport was closed", place)
@@ -196,34 +202,42 @@ class GlooTransport(Transport):
         begun = list[tuple[_Transfer, Work]]()
         failed = list[tuple[_Transfer, Exception]]()
         deadline = clock.now_s() + self.timeout_s
-
-        def finish() -> None:
-            for transfer, work in begun:
-                # After a failure, only look whether others have failed too.
-                left_s = 0.0 if failed else deadline - clock.now_s()
-                try:
-                    work.wait(timedelta(seconds=max(left_s, POLL_S)))
-                except RuntimeError as error:
-                    # a traceback would keep `begun` alive
-                    failed.append((transfer, error.with_traceback(None)))
-            if failed:
-                raise self._explained(failed, place) from failed[0][1]
-
         for transfer in transfers:
-            number = (
-                next(transfer.numbers) * 0x9E3779B1 ^ transfer.data.nbytes ^ tag.call
-            ) % UNUSED_TAG
+            number = next(transfer.numbers) * SPREAD ^ transfer.data.nbytes ^ tag.call
             try:
-                begun.append(
-                    (
-                        transfer,
-                        self.post(transfer.data, transfer.peer, number, is_send=transfer.is_send),
-                    )
+                work = self.post(
+                    transfer.data, transfer.peer, number % UNUSED_TAG, is_send=transfer.is_send
                 )
             except (RuntimeError, TransportClosed) as error:
                 failed.append((transfer, error.with_traceback(None)))
-                finish()  # raises
+                break
+            begun.append((transfer, work))
+        finish = partial(self._finish, begun, failed, deadline, place)
+        if failed:
+            finish()
         return finish
+
+    def _finish(
+        self,
+        begun: Sequence[tuple[_Transfer, Work]],
+        failed: list[tuple[_Transfer, Exception]],
+        deadline: float,
+        place: Place,
+    ) -> None:
+        """Wait until all of `begun` are over; raise if one fails, or if one `failed` to begin.
+
+        Adds to `failed`.
+        """
+        for transfer, work in begun:
+            # After a failure, only look whether others have failed too.
+            left_s = 0.0 if failed else deadline - clock.now_s()
+            try:
+                work.wait(timedelta(seconds=max(left_s, POLL_S)))
+            except RuntimeError as error:
+                # a traceback would keep `begun` alive
+                failed.append((transfer, error.with_traceback(None)))
+        if failed:
+            raise self._explained(failed, place) from failed[0][1]
 
     def _explained(
         self, failed: Sequence[tuple[_Transfer, Exception]], place: Place

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closes the sockets on which Gloo listens to strangers, once all ranks have connected.
+"""Shuts the sockets on which Gloo listens to strangers, once all ranks have connected.
 
 Gloo listens for as long as its transport lives (torch 2.14). It accepts every connection, keeps it,
 and aborts a process without free descriptors. The sockets are Gloo's, so they cannot be closed
 here. A filter in the kernel drops what arrives for them; connections that exist are not affected.
+
+Called on the thread that connects, and looks at all sockets of the process; closes none.
 """
 
 from __future__ import annotations

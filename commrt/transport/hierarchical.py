@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory within a host and Gloo between hosts, for ranks of which some share a host.
 
-The thread that exchanges runs both; Gloo's own threads serve the sockets meanwhile.
+The thread that exchanges runs both; Gloo's own threads serve the sockets meanwhile. Any thread may
+`allocate` or `abort`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class HierarchicalTransport(Transport):
 
     Both parts of a group run at the same time: Gloo's own threads serve the sockets, so transfers
     between hosts start first, and this thread copies within the host meanwhile. Of all `members`,
-    `local_members` are on this host.
+    `local_members` are on this host. Both transports get this one's `timeout_s` in each run.
     """
 
     kind = "shared and gloo"
