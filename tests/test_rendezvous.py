@@ -277,8 +277,7 @@ def test_a_transport_is_one_that_there_is(kind):
 @for_each(("text", "expected"), [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_a_variable_is_on_unless_it_is_unset_empty_or_0(monkeypatch, text, expected):
     monkeypatch.setenv("COMMRT_NVTX", text)
-    assert environment.is_on("COMMRT_NVTX") is expected
-    assert not environment.is_on("COMMRT_NO_SUCH")
+    assert [environment.is_on(name) for name in ("COMMRT_NVTX", "COMMRT_NO_SUCH")] == [expected, False]
 
 
 @for_each("seconds", [0, -1.0, float("nan"), float("inf"), 3e6])

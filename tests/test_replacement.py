@@ -17,7 +17,8 @@ from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
 from commrt.store.world_config import WorldConfig
 from commrt.transport.local import Fabric
-from commrt.transport.protocol import NullTransport, P2PGroup, P2PMessage
+from commrt.transport.null import NullTransport
+from commrt.transport.protocol import P2PGroup, P2PMessage
 
 CONFIG = WorldConfig(4, 6, "here", 1, {"algorithm": "backup", "buffers": "none"})
 

@@ -18,8 +18,7 @@ from transports import shared
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed, TransportError
 from commrt.testing.processes import run_processes
-from commrt.transport import arena, channel, local_sockets
-from commrt.transport import shared as shared_module
+from commrt.transport import arena, channel, local_sockets, packet_wait
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
 
@@ -136,7 +135,7 @@ def test_messages_of_different_calls_are_refused_although_they_look_alike(pair, 
 
 
 STEPS = ("post", "receive", "source", "acknowledge", "_wake_peer")
-POINTS = [*((channel.Channel, name) for name in STEPS), (shared_module, "_sleep")]
+POINTS = [*((channel.Channel, name) for name in STEPS), (packet_wait.PacketWait, "sleep")]
 
 
 @pytest.mark.parametrize(("owner", "name"), POINTS)
@@ -151,7 +150,7 @@ def test_an_abort_at_any_point_of_an_exchange_takes_nothing_from_under_it(monkey
 
     groups = [swapping(rank, [torch.ones(LARGE)], [torch.empty(LARGE)]) for rank in range(2)]
     assert both(pair, groups) == [None, None]
-    monkeypatch.setattr(shared_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(packet_wait, "LOOK_S", 0.0)
     monkeypatch.setattr(owner, name, preceded)
     while (errors := both(pair, groups)) == [None, None]:
         pass  # until a rank comes to this point

@@ -23,7 +23,8 @@ from commrt.threads.comm_thread import CommThread
 from commrt.threads.streams import streams_of
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.names import GPU_TRANSPORTS, chosen_transport
-from commrt.transport.protocol import NullTransport, Transport
+from commrt.transport.null import NullTransport
+from commrt.transport.protocol import Transport
 
 NCCL_BINDING = "commrt.transport.nccl_binding:load"
 

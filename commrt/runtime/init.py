@@ -32,7 +32,8 @@ from commrt.store.world_config import WorldConfig
 from commrt.threads.deadline import Deadline, Timeouts, require_deadlines
 from commrt.transport.local import Fabric
 from commrt.transport.names import chosen_transport
-from commrt.transport.protocol import NullTransport, Transport
+from commrt.transport.null import NullTransport
+from commrt.transport.protocol import Transport
 
 _log = logging.getLogger("commrt")
 _current: World | None = None

@@ -43,16 +43,9 @@ from commrt.store.parsing import typed
 from commrt.store.records import gather
 from commrt.threads.deadline import clock
 from commrt.threads.forking import release_in_forked_child
+from commrt.transport.bind_checks import require_cpu, split_self
 from commrt.transport.gloo_listeners import refuse_connections
-from commrt.transport.protocol import (
-    CPU,
-    Exchange,
-    P2PGroup,
-    Tag,
-    Transport,
-    require_cpu,
-    split_self,
-)
+from commrt.transport.protocol import CPU, Exchange, P2PGroup, Tag, Transport
 
 UNUSED_TAG = (1 << 31) - 1
 """The largest of Gloo's tags, a signed int in torch: no group has it; see `GlooTransport.close`."""

@@ -26,7 +26,8 @@ from commrt.errors import (
     TransportError,
 )
 from commrt.threads.deadline import clock
-from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, split_self
+from commrt.transport.bind_checks import split_self
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
 
 
 @dataclass(slots=True, eq=False)

@@ -22,11 +22,12 @@ from torch.distributed import Store
 
 from commrt.errors import TransportError, UsageError
 from commrt.threads.streams import streams_of
+from commrt.transport.bind_checks import split_self
 from commrt.transport.group_watch import GroupWatch
 from commrt.transport.message_groups import uncut
 from commrt.transport.nccl_binding import Binding, load
 from commrt.transport.nccl_communicator import create
-from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 from commrt.transport.shutdown_notices import ShutdownNotices
 
 

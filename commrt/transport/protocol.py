@@ -14,10 +14,11 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 * a send may wait for its receive: put both in one group, or two ranks that send first wait for each
   other;
 * both ends of a transfer give the same size;
-* only one thread at a time uses a transport, but for `abort`, which any thread may call.
+* only one thread at a time uses a transport. But any thread may `allocate`, set `timeout_s` and
+  call `abort`.
 
-Behind the interface stand the functions that implementations share, and `NullTransport`, in place
-of a transport that is not connected yet.
+A transport writes to the tensors of receives only, and sets them to other memory (`point`) only in
+a loan, see `Exchange`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commrt.errors import Place, TransportClosed, TransportError, UsageError, cause_of
+from commrt.errors import Place, TransportError, cause_of
 
 CPU = torch.device("cpu")
 
@@ -121,7 +122,7 @@ class Transport(ABC):
     members: Sequence[int]
     """Connected ranks in ascending order: some of the world's once one is lost."""
     timeout_s: float
-    """Deadline of one group, then `DeadlineExceeded`. May be changed between groups."""
+    """Deadline of a group, then `DeadlineExceeded`. Its owner sets it, for groups yet to begin."""
     one_host: bool = False
     """True if it needs all members on one host."""
     can_move_receives: bool = True
@@ -141,7 +142,10 @@ class Transport(ABC):
 
     @abstractmethod
     def bind(self, group: P2PGroup) -> Exchange:
-        """Prepare `group` once, to run it many times; raise `UsageError` as `split_self` does."""
+        """Prepare `group` once, to run it many times.
+
+        Raises `UsageError` as `commrt.transport.bind_checks.split_self` does.
+        """
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
         """Record what `work` queues on the device; return a function that queues all of it again.
@@ -195,61 +199,3 @@ class Window(NamedTuple):
 def point(target: Tensor, memory: Tensor) -> None:
     """Set `target` to `memory`, which has its size and dtype."""
     target.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
-
-
-def require_cpu(device: torch.device) -> None:
-    """Raise `UsageError` for a `device` that a transport of host memory cannot reach."""
-    if device.type != "cpu":
-        raise UsageError(
-            f"this transport moves CPU tensors, not those on {device}: move them to the CPU"
-        )
-
-
-def split_self(
-    group: P2PGroup, rank: int, members: Sequence[int]
-) -> tuple[P2PGroup, list[tuple[Tensor, Tensor]]]:
-    """Return `group` without messages to itself, and those as (source, target) pairs to copy.
-
-    Drops empty messages, since both ends know that they are empty. Raises `UsageError` for a rank
-    outside `members`, and for a message to itself without its other end.
-    """
-    strangers = sorted(peer for peer in group.peers if peer not in members)
-    if strangers:
-        whole = list(members) == list(range(len(members)))
-        known = f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
-        raise UsageError(
-            f"hop {group.hop} names ranks {strangers}, but there are only ranks {known}"
-        )
-    own_sends, own_recvs = (
-        [m.data for m in side if m.peer == rank] for side in (group.sends, group.recvs)
-    )
-    if [len(data) for data in own_sends] != [len(data) for data in own_recvs]:
-        raise UsageError(
-            f"hop {group.hop}: rank {rank} sends itself {len(own_sends)} messages and receives"
-            f" {len(own_recvs)}, or their sizes differ: put each send to itself and its receive in"
-            " the same group"
-        )
-    sends, recvs = (
-        [m for m in side if m.peer != rank and m.data.numel()]
-        for side in (group.sends, group.recvs)
-    )
-    return replace(group, sends=sends, recvs=recvs), list(zip(own_sends, own_recvs, strict=True))
-
-
-class NullTransport(Transport):
-    """For a rank that the other ranks have not admitted yet: binding raises an error."""
-
-    kind = "nothing yet"
-
-    def __init__(self, rank: int, members: Sequence[int], timeout_s: float) -> None:
-        self.rank = rank
-        self.members = members
-        self.timeout_s = timeout_s
-
-    def bind(self, group: P2PGroup) -> Exchange:
-        raise TransportClosed("the other ranks have not admitted this rank yet", Place(self.rank))
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    abort = close

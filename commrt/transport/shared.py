@@ -4,21 +4,17 @@
 A sender offers its data where it lies. The receiver copies or reads it, and acknowledges that, so a
 send waits for its receive, as on NCCL. Sends from `SharedTransport.allocate` need no other copy;
 other memory is first copied to a shared segment. Offers and small messages meet in memory
-(`commrt.transport.channel`); small ones are complete when they are sent. Who waits looks there for
-a while, then sleeps on the sockets, so a process that ends is noticed, however it ends.
+(`commrt.transport.channel`); small ones are complete when they are sent.
 
-The thread that exchanges runs all of it, but `abort` (any thread) and `leave_to_parent` (a child).
+The thread that exchanges runs all of it, but `allocate` and `abort` (any thread), and
+`leave_to_parent` (a forked child).
 """
 
 from __future__ import annotations
 
-import os
-import select
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import ceil
 from operator import methodcaller
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -36,8 +32,10 @@ from commrt.store.parsing import MALFORMED
 from commrt.threads.deadline import clock
 from commrt.threads.forking import release_in_forked_child
 from commrt.transport.arena import Arena, aligned
+from commrt.transport.bind_checks import require_cpu, split_self
 from commrt.transport.channel import OFFER, SMALL_NBYTES, Channel, Packet
 from commrt.transport.local_sockets import connect
+from commrt.transport.packet_wait import PacketWait
 from commrt.transport.peer_exchange import PeerExchange, Where
 from commrt.transport.protocol import (
     CPU,
@@ -47,12 +45,7 @@ from commrt.transport.protocol import (
     P2PMessage,
     Tag,
     Transport,
-    require_cpu,
-    split_self,
 )
-
-LOOK_S = 100e-6
-"""Seconds that a rank looks for packets before it sleeps: to sleep and to wake takes longer."""
 
 
 class SharedTransport(Transport):
@@ -60,7 +53,7 @@ class SharedTransport(Transport):
 
     Connects to all other `members` through a `store` that nobody else uses; raises
     `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
-    `commrt.store.addresses.host_identity`.
+    `commrt.store.addresses.host_identity`. Takes no notice of what else transports of hosts get.
     """
 
     kind = "shared"
@@ -74,11 +67,12 @@ class SharedTransport(Transport):
         self.timeout_s = timeout_s
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
+        """Where sends from other memory are copied; `bind` makes it larger."""
         self._failure: TransportError | None = None
+        """Of the exchange that failed, after which no other begins."""
         self._closed = False
-        self._is_crowded = len(members) > len(os.sched_getaffinity(0))
-        """True if other ranks of this host may need the core on which this one waits."""
-        self._no_descriptors = select.poll()
+        """Set by `abort`, on any thread, before the connections end."""
+        self._wait = PacketWait(len(members))
         ends = call_store(lambda: connect(store, rank, members, timeout_s), timeout_s, rank)
         self._channels = {peer: Channel(end) for peer, end in ends.items()}
         release_in_forked_child(self)
@@ -211,10 +205,10 @@ class SharedTransport(Transport):
                     raise self._ended(exchange.place(where))
             if not waiting:
                 return
-            ready = self._look(waiting)
+            ready = self._wait.look(waiting)
             has_slept = not ready
             if has_slept:
-                ready = _sleep(waiting, deadline - clock.now_s())
+                ready = self._wait.sleep(waiting, deadline - clock.now_s())
             if not ready and clock.now_s() > deadline:
                 late = sorted(waiting.values(), key=lambda exchange: exchange.peer)
                 what = (
@@ -243,19 +237,6 @@ class SharedTransport(Transport):
         what = "the peer is gone: its process ended or gave up; look at its own output"
         return PeerLost(what, place)
 
-    def _look(self, waiting: Mapping[int, PeerExchange]) -> list[int]:
-        """Look for a while for what peers have written; return descriptors of those that have."""
-        end_s = perf_counter() + LOOK_S
-        while True:
-            ready = [fd for fd, exchange in waiting.items() if exchange.channel.can_progress]
-            if ready:
-                return ready
-            if perf_counter() > end_s:
-                return []
-            self._no_descriptors.poll(0)  # lets other threads run
-            if self._is_crowded:
-                os.sched_yield()
-
     def close(self) -> None:
         """End all connections; peers that wait raise `PeerLost` at once. Allocated memory stays."""
         self.abort()
@@ -275,24 +256,6 @@ class SharedTransport(Transport):
         self._closed = True
         for channel in self._channels.values():
             channel.release()
-
-
-def _sleep(waiting: Mapping[int, PeerExchange], left_s: float) -> list[int]:
-    """Sleep for at most `left_s` seconds; return the descriptors of peers that have sent."""
-    if left_s <= 0:
-        return []
-    channels = {fd: exchange.channel for fd, exchange in waiting.items()}
-    try:
-        ready = [fd for fd, channel in channels.items() if channel.begin_sleep()]
-        if ready:
-            return ready
-        poller = select.poll()
-        for fd, channel in channels.items():
-            poller.register(fd, select.POLLIN | (select.POLLOUT if channel.needs_socket else 0))
-        return [fd for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000))]
-    finally:
-        for channel in channels.values():
-            channel.end_sleep()
 
 
 def _on_cpu(data: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from torch.distributed import HashStore
 import commrt
 from commrt.runtime.comparison import ConsistencyCheck
 from commrt.training import optimizer_steps
-from commrt.transport.protocol import Exchange, NullTransport, P2PGroup, Tag, Transport
+from commrt.transport.null import NullTransport
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
