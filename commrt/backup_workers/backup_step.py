@@ -25,8 +25,9 @@ from commrt.backup_workers.replica_state import Snapshot
 from commrt.backup_workers.skipping_guard import SkippingGuard
 from commrt.backup_workers.stall import StallWatch
 from commrt.buckets.digest import Digest
-from commrt.buckets.engine import Engine, Span
+from commrt.buckets.engine import Engine
 from commrt.buckets.riders import Riders
+from commrt.buckets.span import Span
 from commrt.buckets.weight_watch import WeightWatch
 from commrt.elastic.elastic_membership import CALL_LOOK_S, ElasticMembership
 from commrt.errors import UsageError
@@ -357,7 +358,7 @@ class BackupStep:
                 self._world.transport.wait()
             self._done.fill_(1)  # arrives at the first member when it was sent by all others
             schedule = tree.reduce(len(members))
-            self._engine.run_now(schedule, self._done, members, Tag(step, "through"))
+            self._engine.tensors.run_now(schedule, self._done, members, Tag(step, "through"))
         except LOST as failure:
             self._membership.break_connections(failure)
             return False
@@ -385,8 +386,8 @@ class BackupStep:
         """Send the first member's buffers, and in the first step its order of gradients."""
         if self._flat_buffer is not None:
             self._flat_buffer.fill([*self._model.buffers()])
-            yield self._engine.broadcast_now(self._flat_buffer.flat, step, members)
+            yield self._engine.tensors.broadcast_now(self._flat_buffer.flat, step, members)
         if self.order is None:
             order = torch.tensor(self._engine.order.places(), device="cpu")
-            yield self._engine.broadcast_now(order, step, members)
+            yield self._engine.tensors.broadcast_now(order, step, members)
             running.order = order.tolist()

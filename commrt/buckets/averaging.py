@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average buckets of gradients for ranks that stay equal: add them up in the background of a
-backward pass, and unpack the means into the gradients.
+"""What synchronous training sends in a step: averages into gradients, buffers, and two votes.
+
+Also where ranks mix (gossip of gradients), so that averages differ between them. It writes what
+`Engine` writes, and gradients. `AveragingEngine` says which thread calls what.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from torch import Tensor
 from commrt import proof
 from commrt.algorithm import Algorithm
 from commrt.algorithms import halving_doubling
-from commrt.buckets.engine import Engine, Span
+from commrt.buckets.engine import Engine
 from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.greeting import greet_peers_now
+from commrt.buckets.span import Span
 from commrt.buckets.step_graph import BoundStep, StepGraphs
 from commrt.errors import UsageError
 from commrt.runtime.comparison import Claim
@@ -31,10 +35,15 @@ from commrt.transport.protocol import Tag
 class AveragingEngine(Engine):
     """An engine whose averages end in the gradients, and whose ranks compare new schedules.
 
-    Methods called ``submit_...`` return at once, but for a caller that waits anyway.
+    Public methods are for the thread that trains or its backward pass, private ones for the
+    communication thread, or what runs in its place, as in `Engine`. What is called ``submit...``
+    hands work to that thread and returns at once. On a CPU `submit` for a caller that `waits`, and
+    `submit_broadcast`, do the work at once themselves, unless other work is on its way.
     """
 
     unpacks = True
+    graphs: StepGraphs | None
+    """What replays steps; None if nothing does. `forget` makes it anew."""
 
     def __init__(
         self,
@@ -48,6 +57,7 @@ class AveragingEngine(Engine):
         """With `same_bits` all schedules must add in one order."""
         self.everybody: Members = tuple(range(world.size))
         """All ranks, which are the members of a step outside of ``join()``."""
+        # before the engine's constructor, which calls `forget`
         self._uses_graphs = graphs
         self._same_bits = same_bits
         super().__init__(world, algorithm, buckets)
@@ -107,16 +117,16 @@ class AveragingEngine(Engine):
         it, as the caller waits.
         """
         comm_thread = self.world.comm_thread
-        begin = comm_thread.submit if comm_thread.streams.queues else comm_thread.run
+        begin = comm_thread.run if not comm_thread.streams.queues else comm_thread.submit
         if vote is None:
-            return begin(partial(self.broadcast_now, flat, step, self.everybody))
-        return begin(lambda: self.broadcast_now(flat, step, vote.result()))
+            return begin(partial(self.tensors.broadcast_now, flat, step, self.everybody))
+        return begin(lambda: self.tensors.broadcast_now(flat, step, vote.result()))
 
-    def share(self, flat: Tensor) -> None:
+    def let_peers_read(self, flat: Tensor) -> None:
         """Let peers of this host read `flat`, which is broadcast in each step, where they can;
-        collective.
+        collective, and waits.
         """
-        self.world.comm_thread.submit(lambda: self._tensors.share(flat)).result()
+        self.world.comm_thread.submit(lambda: self.tensors.share(flat)).result()
 
     def submit_has_data(self, present: bool, step: int) -> Future[Members]:
         """Ask all ranks who still has data: the members of the step, none if nobody has."""
@@ -124,22 +134,25 @@ class AveragingEngine(Engine):
         return self.world.comm_thread.submit(lambda: self._ranks_with_flag(present, tag))
 
     def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
-        """Let devices capture the step before `step`, if it is time for that; between steps, with
-        nothing in flight.
+        """Let devices capture the step before `step`, if it is time for that, and wait; between
+        steps, with nothing in flight.
         """
         if graphs.is_due:
             agree = partial(self._ranks_with_flag, tag=Tag(step, "graphs"))
             self.world.comm_thread.submit(lambda: graphs.capture(agree)).result()
 
     def _ranks_with_flag(self, mine: bool, tag: Tag) -> Members:
+        """Take a vote: return the ranks that said True. Collective."""
         flags = torch.zeros(self.world.size, device="cpu")
         flags[self.world.rank] = float(mine)
         self.world.run_now(halving_doubling.all_reduce(self.world.size), flags, tag)
         return tuple(flags.nonzero().flatten().tolist())
 
     @cached_property
-    def _first(self) -> str:
-        """The digest of the schedule of step 0, which ranks compared in `attach`."""
+    def _attached(self) -> str:
+        """The digest that ranks compared in `attach`, of the schedule of step 0; computed here when
+        it is first needed, as a schedule only depends on the step and the ranks.
+        """
         return self.schedule(0, self.world.size).digest()
 
     def _prepare(
@@ -153,7 +166,7 @@ class AveragingEngine(Engine):
         self.require_proven(schedule)
         if not self.mixes:
             claim = Claim(members, schedule.digest())
-            if claim != (self.everybody, self._first):
+            if claim != (self.everybody, self._attached):
                 self._prepared.compare_once(claim, partial(self._compare, schedule, step))
         return super()._prepare(schedule, members, quantizer, step)
 
@@ -162,7 +175,8 @@ class AveragingEngine(Engine):
         same one.
         """
         self.world.consistency.require_same_schedule_now(claim.text, claim.ranks, step)
-        self._binding.connect_peers(schedule, claim.ranks, step)
+        device = self.buckets[0].wire.device
+        greet_peers_now(self.world, schedule, claim.ranks, device, step)
 
     def _carry(
         self,
@@ -173,7 +187,7 @@ class AveragingEngine(Engine):
         tag: Tag,
         listener: Recorder | None,
     ) -> None:
-        """See `Engine._carry`; unpacks the average. A device graph may do it all."""
+        """See `Engine._carry`; also unpacks the average. A device graph may do it all."""
         if self.graphs is not None and self._replay(self.graphs, bucket, bound, tag):
             return
         super()._carry(bucket, bound, members, share, tag, listener)

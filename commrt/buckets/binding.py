@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binds schedules to the wires of buckets: what travels as messages, and what peers of a host read
-where it lies.
+"""Binds schedules to the wires of buckets, as messages or as memory that peers of a host read.
 
-On the communication thread.
+It sends nothing itself, but that all ranks show each other their memory (`let_peers_read`). On the
+communication thread.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from commrt.program import Program, member_program
 from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind, scratch_numel
 from commrt.runtime.generation import Members
 from commrt.runtime.reading import bind_reading
-from commrt.runtime.schedules import cut
 from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
-from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Window
+from commrt.transport.protocol import Window
 
 
 class Binding:
-    """The memory of `buckets`, as programs use it; all programs share scratch memory."""
+    """The memory of `buckets`, as programs use it; all programs share scratch memory.
+
+    Of buckets it reads what their constructors set, and loads kernels that unpack from there.
+    """
 
     def __init__(self, world: World, buckets: Sequence[GradientBucket], *, unpacks: bool) -> None:
         """With `unpacks`, sums may stay in peers' memory where kernels can unpack from there."""
@@ -34,10 +36,10 @@ class Binding:
         self._buckets = buckets
         self._unpacks = unpacks
         self._scratch = Scratch(world.transport.allocate)
-        # by bucket, where peers read it
+        # by bucket, where peers read it; only `let_peers_read` fills it
         self._windows: dict[int, Window] = {}
 
-    def share(self) -> None:
+    def let_peers_read(self) -> None:
         """Let GPUs of this host read the buckets, in place of messages: for ranks that all take
         part in every step. Collective.
         """
@@ -51,7 +53,7 @@ class Binding:
         self, schedule: Schedule, members: Members, quantizer: QuantizedWire | None
     ) -> BoundStep:
         """Return the programs of this rank, one per bucket."""
-        mine = program_of(self._world, schedule, members)
+        mine = member_program(schedule, members, self._world.rank, self._world.size)
         if any(mine.peers & window.peers.keys() for window in self._windows.values()):
             return BoundStep([self._bind_reading(mine, bucket) for bucket in self._buckets])
         return BoundStep(self._bind_messages(mine, quantizer))
@@ -104,49 +106,6 @@ class Binding:
         if launches is not None and bound.peer_parts:
             launches.load(bound.peer_parts)  # before anything waits on the device
         return bound
-
-    def connect_peers(self, schedule: Schedule, members: Members, step: int) -> None:
-        """Exchange one number with each peer: NCCL connects two ranks when they first meet
-        (NVIDIA/nccl#1487).
-        """
-        mine = program_of(self._world, schedule, members)
-        device = self._buckets[0].wire.device
-
-        def messages(peers: set[int]) -> list[P2PMessage]:
-            return [P2PMessage(peer, torch.zeros(1, device=device)) for peer in sorted(peers)]
-
-        sends = messages({transfer.peer for hop in mine.hops for transfer in hop.sends})
-        recvs = messages({transfer.peer for hop in mine.hops for transfer in hop.recvs})
-        self._world.transport.bind(P2PGroup(sends, recvs))(Tag(step, "greeting"))
-
-
-class TensorBinding:
-    """Binds schedules to other tensors than the buckets, such as the model's buffers."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        # one that peers of this host read
-        self._shared: tuple[Tensor, Window] | None = None
-
-    def share(self, tensor: Tensor) -> None:
-        """Let peers of this host read `tensor`, which is broadcast in each step, where they can.
-
-        Collective.
-        """
-        windows = self._world.transport.share([tensor])
-        self._shared = (tensor, windows[0]) if windows else None
-
-    def bind(self, schedule: Schedule, members: Members, tensor: Tensor) -> BoundProgram:
-        """Return the program of this rank on `tensor`, a row."""
-        mine = program_of(self._world, schedule, members)
-        if self._shared is not None and tensor is self._shared[0]:
-            return bind_reading(mine, tensor, self._shared[1], self._world.transport)
-        return bind(mine, tensor, self._world.transport, bounds=cut(schedule, tensor))
-
-
-def program_of(world: World, schedule: Schedule, members: Members) -> Program:
-    """Return this rank's program, where ``members[i]`` plays rank i of `schedule`."""
-    return member_program(schedule, members, world.rank, world.size)
 
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:

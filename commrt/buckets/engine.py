@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add up buckets of gradients over the members of a step: pack, run the schedule, and leave the sum
-on the wire.
+"""Adds up buckets of gradients over the members of a step, and leaves the sums on the wires.
+
+Gradients themselves it leaves alone. `Engine` says which thread calls what, and what it writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
 from typing import cast
@@ -16,21 +16,23 @@ from torch import Tensor
 
 from commrt import proof
 from commrt.algorithm import Algorithm
-from commrt.algorithms import tree
-from commrt.buckets.binding import Binding, TensorBinding
+from commrt.buckets.binding import Binding
 from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.greeting import greet_peers_now
 from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.riders import Riders
+from commrt.buckets.span import Span
 from commrt.buckets.step_graph import BoundStep
+from commrt.buckets.tensor_exchange import TensorExchange
 from commrt.buckets.weight_watch import WeightWatch
 from commrt.errors import TransportClosed
 from commrt.proof.spec import promise
 from commrt.proof.summing import require_short_sums
-from commrt.runtime.executor import BoundProgram, RunnableProgram
+from commrt.runtime.executor import RunnableProgram
 from commrt.runtime.generation import Members
 from commrt.runtime.prepared import Prepared
 from commrt.runtime.schedules import schedule_of
-from commrt.runtime.wire import QuantizedWire, carrier_of
+from commrt.runtime.wire import QuantizedWire, StepQuantizer, carrier_of
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.threads.future import Future
@@ -43,51 +45,58 @@ PROVEN_KEPT = 256
 """Schedules that count as proven."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The communication thread's work for one bucket, in seconds of ``time.perf_counter``."""
-
-    bucket: int | str
-    begin_s: float
-    end_s: float
-    nbytes_sent: int
-
-
 class Engine:
     """The buckets of a model, and what adds them up.
 
-    Methods called ``..._now`` run on the communication thread, or in place of it. The others are
-    for the thread that trains, with nothing in flight.
-
     What a schedule *object* does among some members is proven and bound once, and then only run.
+
+    Threads: methods called ``..._now`` run on the communication thread, or in place of it, and so
+    do the private ones, but for `_prove` and `_let_go`. Any may call `require_proven`, `schedule`,
+    `is_current` and `scale`. All else is for the thread that trains, with nothing in flight; backup
+    workers replace buckets on the communication thread, while the other one waits.
+
+    What it writes of others: of its buckets the wires, residuals, riders, `weight` and `factor`.
     """
 
     unpacks = False
     """True if averages end in the gradients, so that parts of them may stay in peers' memory."""
+    algorithm: Algorithm
+    """Whose schedules run; `use_algorithm` sets it, and `mixes`."""
+    mixes: bool
+    """Ranks do not become equal, as each averages with some others only."""
+    buckets: Sequence[GradientBucket]
+    """What is carried; `replace_buckets` sets it."""
+    quantizer: StepQuantizer | None
+    """Chooses the quantizer of each step; None if values travel as they are. `forget` makes it
+    anew, `reduce_now` uses it, and a checkpoint reads and sets its norm between steps.
+    """
 
     def __init__(
         self, world: World, algorithm: Algorithm, buckets: Sequence[GradientBucket]
     ) -> None:
         self.world = world
         self.require_proven = lru_cache(PROVEN_KEPT)(self._prove)
-        """Raises unless a schedule does what it must; sees each once. On any thread."""
+        """Raises unless a schedule does what it must; sees each once."""
         self.own_weight = 1.0
-        """What this rank's gradients weigh in a mean over ranks; set between steps."""
+        """What this rank's gradients weigh in a mean over ranks; the thread that trains sets it
+        when a step begins.
+        """
         # by what the weights that ride with a step's first bucket change the scale of later ones
         self._factor = 1.0
         self.order = ReadyOrder()
         """In which the buckets leave; for callers whose gradients become ready one by one."""
+        self.tensors = TensorExchange(world)
+        """Runs schedules on other tensors that travel in each step."""
         self._prepared = Prepared[BoundStep](world, KEPT)
-        self._prepared_tensors = Prepared[BoundProgram](world, KEPT)
-        self._tensors = TensorBinding(world)
         self.use_algorithm(algorithm)
         self.replace_buckets(buckets)
 
     def use_algorithm(self, algorithm: Algorithm) -> None:
-        """Run the schedules of `algorithm`."""
+        """Run the schedules of `algorithm` from now on."""
         self.algorithm = algorithm
+        # if it mixes: over rows of how many ranks it has averaged before
         self._row: int | None = getattr(algorithm, "mixing_row", None)
-        self.mixes = self._row is not None  # so that ranks do not become equal
+        self.mixes = self._row is not None
         # each bucket asks, and an algorithm may make it anew each time
         self._round_of = lru_cache(1)(self._find_round)
 
@@ -116,7 +125,7 @@ class Engine:
         """Carry `buckets` from now on; nothing may be in flight."""
         self.buckets = buckets
         self._binding = Binding(self.world, buckets, unpacks=self.unpacks)
-        self._made_in = self.world.membership.number
+        self._made_in = self.world.membership.number  # the generation
         self.order.use([bucket.names for bucket in buckets])
         self.forget()
 
@@ -132,10 +141,9 @@ class Engine:
         things.
         """
         self._prepared.forget()
-        self._prepared_tensors.forget()
+        self.tensors.forget()
         wire = self.buckets[0].quantized if self.buckets else None
         self.quantizer = None if wire is None else carrier_of(wire).step_quantizer(wire)
-        """Chooses the quantizer of each step; None if values travel as they are."""
 
     def residuals(self) -> dict[str, Tensor]:
         """Return what rounding lost of each parameter, for the next step;
@@ -160,7 +168,7 @@ class Engine:
     def _let_go(self) -> None:
         self.replace_buckets(())
         self.require_proven.cache_clear()
-        self._tensors = TensorBinding(self.world)
+        self.tensors.release()
 
     def submit_preparation(self, step: int, members: Members) -> Future[None]:
         """Bind and connect what `step` needs if all `members` take part, so that no step waits for
@@ -172,11 +180,12 @@ class Engine:
                 return
             self.schedule(step, len(members))
             if len(members) == self.world.size:
-                self._binding.share()
+                self._binding.let_peers_read()
             schedule, players = self._round_of(step, members)
             quantizer = None if self.quantizer is None else self.quantizer.choose(step)
             self._prepare(schedule, players, quantizer, step)
-            self._binding.connect_peers(schedule, players, step)
+            device = self.buckets[0].wire.device
+            greet_peers_now(self.world, schedule, players, device, step)
 
         return self.world.comm_thread.submit(prepare)
 
@@ -270,19 +279,3 @@ class Engine:
     def scale(self, ranks: int) -> float:
         """Return by what this rank's gradients are multiplied where they are sent to so many."""
         return self.own_weight * (1 / (self._row or ranks))
-
-    def broadcast_now(self, flat: Tensor, step: int, members: Members) -> Span:
-        """Overwrite `flat` with the first member's."""
-        begin_s = perf_counter()
-        schedule = tree.broadcast(len(members))
-        nbytes_sent = self.run_now(schedule, flat, members, Tag(step, "state"))
-        return Span("state", begin_s, perf_counter(), nbytes_sent)
-
-    def run_now(self, schedule: Schedule, tensor: Tensor, members: Members, tag: Tag) -> int:
-        """Run `schedule` on a tensor that travels in each step, and return the bytes sent."""
-        bound = self._prepared_tensors.known(schedule, members, tensor)
-        if bound is None:
-            bound = self._tensors.bind(schedule, members, tensor)
-            self._prepared_tensors.keep(bound, schedule, members, tensor)
-        bound.run(tag, self.world.comm_thread.listener)
-        return bound.nbytes_sent

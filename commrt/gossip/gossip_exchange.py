@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from commrt.algorithms.gossip import Gossip
-from commrt.buckets.engine import Span
 from commrt.buckets.header import Header, explain_mismatch
 from commrt.buckets.riders import NOTHING_LEAVES, SLOT, Leaving, Riders
+from commrt.buckets.span import Span
 from commrt.errors import DisagreementError
 from commrt.gossip.weight_bucket import Message, Received, WeightBucket
 from commrt.kernels.layout import HEADER_NUMEL

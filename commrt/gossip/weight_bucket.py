@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.digest import Digest
-from commrt.buckets.engine import Span
 from commrt.buckets.header import Header, encode
 from commrt.buckets.riders import SLOT, Riders, riding_numel
+from commrt.buckets.span import Span
 from commrt.buckets.tensors import TensorKind, TensorSlot, bucket_description, wire_dtype
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError

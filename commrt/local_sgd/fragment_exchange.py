@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.digest import Digest
-from commrt.buckets.engine import Engine, Span
+from commrt.buckets.engine import Engine
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.header import Header
 from commrt.buckets.plan import build_buckets
+from commrt.buckets.span import Span
 from commrt.buckets.weight_watch import WeightWatch
 from commrt.elastic.barrier import Barrier
 from commrt.elastic.elastic_membership import ElasticMembership

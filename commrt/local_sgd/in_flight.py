@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.riders import NOTHING_LEAVES, Leaving
+from commrt.buckets.span import Span
 from commrt.runtime.generation import Generation
 from commrt.threads.future import Future
 

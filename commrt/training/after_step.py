@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from commrt.buckets.engine import Span
+from commrt.buckets.span import Span
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST

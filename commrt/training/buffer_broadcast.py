@@ -12,7 +12,7 @@ from operator import attrgetter
 from torch import Tensor, nn
 
 from commrt.buckets.averaging import AveragingEngine
-from commrt.buckets.engine import Span
+from commrt.buckets.span import Span
 from commrt.errors import UsageError
 from commrt.runtime.generation import Members
 from commrt.threads.future import Future
@@ -41,7 +41,7 @@ class BufferBroadcast:
         if buffers:
             self._copy = FlatBuffer(buffers, engine.world.transport.allocate_shared)
             if self._copy.flat.numel():
-                engine.share(self._copy.flat)
+                engine.let_peers_read(self._copy.flat)
         self._sent: list[Tensor] = []  # the buffers that `submit` has copied
 
     def submit(self, step: int, vote: Future[Members] | None) -> list[Future[Span]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commrt.buckets.engine import Span
+from commrt.buckets.span import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.averaging import AveragingEngine
 from commrt.buckets.digest import Digest
-from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.span import Span
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.buckets.weight_watch import WeightWatch
 from commrt.errors import UsageError
