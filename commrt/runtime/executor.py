@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's program on a buffer: bound once, then run with as little Python as possible.
+"""A rank's program on a buffer, and the scratch memory that programs share: bound once, then run.
 
 What a rank copies is received in its final place. What it combines with its own data is received in
 scratch memory and combined after the exchange, so a rank may send a chunk and add to it in the same
 hop. If it does not, a transport of one host may let it read the senders' memory instead of copying
-it to scratch. Programs are bound and run on the communication thread, or on one that has its turn.
+it to scratch. A run is as little Python as possible. The communication thread, or one that has its
+turn, binds and runs programs; they write the buffer and scratch, and know no world.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Hop, Program, Transfer, chunk_bounds
 from commrt.schedule import ADD, COPY, Combine
 from commrt.threads.recording import Recorder, within_range
-from commrt.threads.streams import StreamEvent, Streams
+from commrt.threads.streams import HOST, StreamEvent, Streams
 from commrt.transport.protocol import (
     Allocate,
     Exchange,
@@ -53,6 +54,7 @@ class BoundHop:
     after: int | None
     """The latest hop whose combinations must be done before this exchange, or None."""
     facts: dict[str, int | str]
+    """What a trace says of it."""
 
 
 class RunnableProgram(ABC):
@@ -75,7 +77,10 @@ class RunnableProgram(ABC):
 
 
 class Landing(NamedTuple):
-    """A receive into [begin, end) that no later hop uses: on a CPU `target` may be other memory."""
+    """A receive into [begin, end) that no later hop uses.
+
+    On a CPU who bound the program may set `target` to other memory of that size (``Tensor.set_``).
+    """
 
     target: Tensor
     begin: int
@@ -99,7 +104,7 @@ class BoundProgram(RunnableProgram):
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
         """See `RunnableProgram.run`."""
         if self.streams is not None or recorder is not None:
-            self._run_on_streams(tag, self.streams or Streams(), recorder)
+            self._run_on_streams(tag, self.streams or HOST, recorder)
             return
         for hop in self.hops:
             return_borrowed = hop.exchange(tag)  # made by `Transport.bind`
@@ -137,6 +142,7 @@ class Scratch(dict[tuple[str, torch.device], Tensor]):
     """Memory from `allocate`, by use and device, for programs that never run at once.
 
     It grows to what was needed. What is bound to memory that became too small for others keeps it.
+    `row` writes here, on the thread that binds; its owner may `clear` it when no task runs.
     """
 
     def __init__(self, allocate: Allocate = zeros) -> None:
@@ -214,7 +220,11 @@ def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tup
 
 
 class Binder:
-    """A program on `buffer`, cut at `bounds`, while hops are bound; notes what they exchange."""
+    """A program on `buffer`, cut at `bounds`, while hops are bound; for one thread, and used once.
+
+    What its hops exchange is noted in `sends` and `recvs`, by `group`. `commrt.runtime.reading`
+    binds in another way, with the same parts.
+    """
 
     def __init__(
         self, program: Program, buffer: Tensor, transport: Transport, bounds: Sequence[int] | None

@@ -41,7 +41,8 @@ class Membership:
     """The members of one generation of a world, for as long as it lives: a lost rank ends it.
 
     On the communication thread: `takes_part`, `recover`, and `start_no_earlier` while it exchanges.
-    On any thread: `submit`, `depart` and the attributes. On the training thread: the others.
+    On any thread: `submit`, `depart`, and reading the attributes. On the training thread: the
+    others.
     """
 
     is_elastic = False
@@ -53,25 +54,35 @@ class Membership:
         self, generation: Generation, comm_thread: CommThread, before: Membership | None = None
     ) -> None:
         self._comm_thread = comm_thread
+        # these are set by `_use`; a membership that is elastic calls it anew for each generation,
+        # on the communication thread
+        self.generation: Generation
+        """The one whose connections this rank uses."""
+        self.number: int
+        """Of that generation."""
+        self.ranks: tuple[int, ...]
+        """The members, in ascending order."""
+        self.lost: tuple[Loss, ...]
         self._use(generation)
         self.next_step: int = 0 if before is None else before.next_step
         """The first training step in which a new generation can start for this rank.
 
         Written by `start_no_earlier` only.
         """
-        # the same for exchanges that the communication thread has not begun
+        # the same for exchanges that the communication thread has not begun; of the training thread
         self._submitted_steps = 0
         self.failures = 0
-        """Since an exchange was completed; whoever completes one sets it to 0."""
+        """Since an exchange was completed.
+
+        Counted by a membership that is elastic. Who completes an exchange of training sets it to 0,
+        on the communication thread.
+        """
 
     def _use(self, generation: Generation) -> None:
         self.generation = generation
-        """The one whose connections this rank uses."""
         self.number = generation.number
-        """Of that generation."""
         self.ranks = generation.ranks
-        """The members, in ascending order."""
-        self.lost: tuple[Loss, ...] = generation.lost
+        self.lost = generation.lost
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on the communication thread; ``result()`` raises what ended it."""

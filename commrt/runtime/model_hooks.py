@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a world calls of the model that is attached to it.
 
-Only a model that survives lost ranks sets ``world.hooks``, and takes them away when it is detached.
+Only a model that votes on whose gradients count sets ``world.hooks``, when it is attached, and
+takes them away when it is detached.
 """
 
 from __future__ import annotations

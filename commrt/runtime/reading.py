@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's program on a window: it reads what peers of its host send where it lies.
+"""Binds what a rank does on a window: it reads what peers of its host send where it lies.
 
 It signals to them, and waits for them, before and after. For `PeersTransport`, on GPUs. No transfer
 needs a receive buffer, and a sum of peers is one pass over their memory. What ranks of other hosts
-send is received as in `commrt.runtime.executor`, within the same hop. Sums have equal bits.
+send is received as in `commrt.runtime.executor`, within the same hop. Sums have equal bits. A whole
+program is bound by `bind_reading`, a group of messages without a schedule by `bind_receiving`; both
+bind and run on the communication thread, and only read the peers' memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -53,7 +55,7 @@ def bind_reading(
     `copied` elements: see `BoundProgram.peer_parts`. Then `BoundProgram.finish` ends the program.
     """
     shared = Scratch() if scratch is None else scratch
-    reader = _Reader(window, copied, shared, program, buffer, transport, bounds)
+    reader = _Reader(program, buffer, transport, bounds, window, copied, shared)
     hops = [bound for number, hop in reader.hops() for bound in reader.bind(number, hop)]
     group = reader.all_messages()
     end = reader.end()
@@ -92,33 +94,40 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
 
 
 class _Reader(Binder):
+    """A program while its hops are bound: `bind` each once, in order, and `end` after them."""
+
     def __init__(
-        self, window: Window, copied: int | None, scratch: Scratch, *of_binder: Any
+        self,
+        program: Program,
+        buffer: Tensor,
+        transport: Transport,
+        bounds: Sequence[int] | None,
+        window: Window,
+        copied: int | None,
+        scratch: Scratch,
     ) -> None:
-        super().__init__(*of_binder)
-        program = self.program
-        buffer = self.buffer
+        super().__init__(program, buffer, transport, bounds)
         self._window = window
         self._copied = buffer.numel() if copied is None else copied
-        self._latest = max((number for number, _ in self.hops()), default=-1)
+        self._last_hop = max((number for number, _ in self.hops()), default=-1)
+        self._end_number = len(program.hops)  # of what follows all hops
         self._local_peers = sorted(program.peers & set(window.peers))
         self._has_remote_peers = len(self._local_peers) < len(program.peers)
         self._signal_waits = signal_waits(program.hops, program.chunks, self._local_peers)
-        self._is_first = True
-        self._last = len(program.hops)
+        self._is_first = True  # until `_exchange` has bound the program's first signal
         self._scratch = scratch.row(self._scratch_numel(), buffer.dtype, buffer.device)
         self.peer_parts: list[tuple[Tensor, int, int]] = []
+        """Parts of the buffer that stay in peers' memory; hops add to it as they are bound."""
 
     def bind(self, number: int, hop: Hop) -> list[BoundHop]:
         """Return the hop as one, or as two if it must not write before all peers have read."""
-        before = self._signal_waits.before[number]
+        before = cast("SignalWait", self._signal_waits.before[number])  # None of idle hops only
         within = self._signal_waits.within[number]
         places = self.places(hop, self._scratch, partial(self._place, number))
         group = self.group(number, hop, places)
-        exchange = self._exchange(
-            cast("SignalWait", before), number, group.split(self._local_peers)[1]
-        )
-        moves = self._moves(hop, places, lands=number == self._latest and within is None)
+        _, remote = group.split(self._local_peers)
+        exchange = self._exchange(before, number, remote)
+        moves = self._moves(hop, places, lands=number == self._last_hop and within is None)
         if within is None:
             return [BoundHop(exchange, moves, number, None, facts_of(group))]
         stages = tuple(
@@ -138,7 +147,7 @@ class _Reader(Binder):
 
     def end(self) -> BoundHop:
         """Return the last signal and wait, after which no peer reads the buffer."""
-        return self._wait(self._signal_waits.end, self._last, ())
+        return self._wait(self._signal_waits.end, self._end_number, ())
 
     def _wait(
         self, signal_wait: SignalWait, number: int, moves: tuple[Combination, ...]
@@ -150,9 +159,10 @@ class _Reader(Binder):
         )
 
     def _exchange(self, signal_wait: SignalWait, number: int, remote: P2PGroup) -> Exchange:
+        """Bind `signal_wait`, then the messages with other hosts."""
         first = self._is_first
         self._is_first = False
-        last = number == self._last
+        last = number == self._end_number
         wait = self._window.bind(
             signal_wait,
             number,
