@@ -26,7 +26,7 @@ from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.streams import streams_of
-from commrt.training.hooks import at_end_of_backward
+from commrt.training.backward_pass import at_end_of_backward
 
 CLOCK = Clock()
 ALONE, PACKED = "backward alone", "with packing beside it"

@@ -34,20 +34,16 @@ from commrt.store.keys import store_of_model
 from commrt.store.world_config import WorldConfig
 from commrt.training import synchronous
 from commrt.training.arrival import letting_in
-from commrt.training.hooks import (
-    INTERRUPTED,
-    ModuleHook,
-    at_end_of_backward,
-    current_pass,
-    on_dense_gradients,
-)
-from commrt.training.model_collectives import gather_integers
+from commrt.training.backward_pass import INTERRUPTED, at_end_of_backward, current_pass
+from commrt.training.gathering import gather_integers
+from commrt.training.gradient_hooks import on_dense_gradients
 from commrt.training.optimizer_steps import attached_to
 from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.stateful import Stateful, check_stateful, dump, load
 from commrt.training.step_report import StepReport
 from commrt.training.tensor_bytes import digest, fingerprint
+from commrt.training.uncopied import ModuleHook
 
 _log = logging.getLogger("commrt")
 ENDED = (

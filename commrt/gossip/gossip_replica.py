@@ -22,9 +22,9 @@ from commrt.errors import UsageError
 from commrt.gossip.gossip_exchange import NO_STOP, GossipExchange, Stop
 from commrt.gossip.weight_bucket import WeightBucket
 from commrt.training.after_step import AfterStepReplica
-from commrt.training.hooks import ModuleHook
 from commrt.training.replica import Replica
 from commrt.training.request import Request
+from commrt.training.uncopied import ModuleHook
 
 
 def attach(request: Request) -> Replica:

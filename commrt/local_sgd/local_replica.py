@@ -28,8 +28,8 @@ from commrt.threads.deadline import Deadline
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.arrival import StateGiver
 from commrt.training.elastic_replica import call_if_alive
+from commrt.training.gathering import gather_integers
 from commrt.training.gradient_weights import NOTHING_SEEN
-from commrt.training.model_collectives import gather_integers
 from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.residuals import own_residuals

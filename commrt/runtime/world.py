@@ -107,7 +107,7 @@ class World:
         self.attached = 0
         """How many models were attached so far: `attach` and the hook for DDP count."""
         self.joined: object = None
-        """The replica in ``join()``, which sets it and takes it away.
+        """The replica in ``join()``; `training/joining` sets it and takes it away.
 
         Ranks that have left that only say that they have no data.
         """

@@ -25,9 +25,10 @@ from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.untraced import untraced
 from commrt.store.keys import store_of_model
+from commrt.training.backward_pass import at_end_of_backward, current_pass
 from commrt.training.elastic_replica import ElasticReplica
+from commrt.training.gradient_hooks import on_dense_gradients
 from commrt.training.gradient_weights import NOTHING_SEEN, ONE_STEP
-from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.join_progress import JoinProgress
 from commrt.training.joining import joining
 from commrt.training.model_collectives import overwrite_states

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A communication hook for DistributedDataParallel: DDP's buckets travel along a schedule.
 
-DDP calls it on the thread that runs the backward pass. It knows nothing of `attach`.
+DDP calls it on the thread that runs the backward pass, for which the thread that trains waits. It
+overwrites DDP's buckets with their means, and knows nothing of `attach`.
 """
 
 # Annotations are objects here: DDP compares those of a hook with its own types.
 
-import gc
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from commrt.algorithm import Algorithm
 from commrt.algorithms.torus import Torus2D
@@ -26,10 +23,9 @@ from commrt.runtime.init import init, is_open
 from commrt.runtime.wire import AnyWire, check_wire, is_quantized
 from commrt.runtime.work import Work
 from commrt.runtime.world import World
-from commrt.training.hooks import at_end_of_backward, current_pass
+from commrt.training.backward_pass import at_end_of_backward, current_pass
+from commrt.training.ddp_owner import ddp_owner, require_same_ranks
 from commrt.transport.protocol import Tag
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -42,17 +38,21 @@ class DDPState:
     DDP's own group. DDP must span all of its ranks, and each model needs a state of its own. What a
     `wire` with feedback has lost in rounding is not saved with the model. Raises `UsageError` for
     what cannot work, some of it in the first ``backward()``.
+
+    The hook alone writes the fields but these three; of others it counts in `World.attached`.
     """
 
     algorithm: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
     wire: AnyWire | None = None
     world: World | None = None
     step: int = field(default=-1, init=False)
-    """The step of the gradients that leave; for errors and traces."""
+    """The step of the gradients that leave, which errors and traces name; only read it."""
     number: int = field(default=0, init=False)
-    """The number of the model, among those attached to the world."""
+    """The number of the model, among those attached to the world; only read it."""
     _used: World | None = field(default=None, init=False, repr=False)
+    """The world of the latest gradients."""
     _params: frozenset[int] = field(default=frozenset(), init=False, repr=False)
+    """Ids of the model's parameters; none where the model was not found."""
     _residuals: dict[int, tuple[tuple[int, ...], Tensor]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -72,7 +72,8 @@ class DDPState:
             raise UsageError(
                 "two models were given one DDPState: register each with a state of its own"
             )
-        self.step += bucket.index() == 0
+        if bucket.index() == 0:
+            self.step += 1
         return world.all_reduce(
             bucket.buffer(),
             algorithm=self.algorithm,
@@ -83,6 +84,10 @@ class DDPState:
         )
 
     def _residual(self, bucket: GradBucket) -> Tensor | None:
+        """Return the residual of `bucket`, made anew where its parameters are others than before.
+
+        None if the wire has no feedback.
+        """
         if not (is_quantized(self.wire) and self.wire.feedback):
             return None
         params = bucket.parameters()
@@ -107,7 +112,8 @@ class DDPState:
         """Return the world used before; if it is closed and `world` was left out, the open one."""
         if self._used is None or (self._used.closed and self.world is None and is_open()):
             world = init() if self.world is None else self.world
-            _require_same_ranks(world, owner := _owner(self, param))
+            owner = ddp_owner(self, param)
+            require_same_ranks(world, owner)
             self._params = frozenset() if owner is None else frozenset(map(id, owner.parameters()))
             world.attached += 1
             self._used = world
@@ -133,38 +139,3 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
     else:
         work.wait()
     return work.get_future().then(lambda future: future.value()[0])
-
-
-def _owner(state: DDPState, param: Tensor) -> DistributedDataParallel | None:
-    """Return the model with the parameter `param` with which `state` was registered.
-
-    DDP does not tell its hook, so this asks the garbage collector, once per world. It must not list
-    all objects: a tuple in such a list could not be completed by the thread that makes it.
-    """
-    hooks = _holders(list, _holders(tuple, [state]))
-    models = _holders(DistributedDataParallel, [*hooks, *_holders(dict, hooks)])
-    owners = [
-        one for one in models if any(state is known for _, known in getattr(one, "_comm_hooks", ()))
-    ]
-    return next((one for one in owners if any(each is param for each in one.parameters())), None)
-
-
-def _holders(kind: type[T], things: Sequence[object]) -> list[T]:
-    return [one for one in gc.get_referrers(*things) if issubclass(type(one), kind)]
-
-
-def _require_same_ranks(world: World, model: DistributedDataParallel | None) -> None:
-    """Raise `UsageError` if gradients would be averaged over other ranks than DDP's."""
-    group = None if model is None else model.process_group
-    try:
-        rank = dist.get_rank(group)
-        size = dist.get_world_size(group)
-    except ValueError as error:
-        raise UsageError(
-            "DDP's process group was destroyed: make a new DDP model in the group there is now"
-        ) from error
-    if model is not None and (rank, size) != (world.rank, world.size):
-        raise UsageError(
-            f"DDP has rank {rank} of {size}, and commrt's world rank {world.rank} of {world.size}:"
-            " call init_process_group() before commrt.init(), and make DDP over all ranks"
-        )

@@ -19,7 +19,7 @@ from commrt.elastic.elastic_membership import ElasticMembership, end_survival, s
 from commrt.errors import UsageError
 from commrt.runtime.untraced import untraced
 from commrt.training.arrival import StateGiver, letting_in
-from commrt.training.hooks import at_end_of_backward
+from commrt.training.backward_pass import at_end_of_backward
 from commrt.training.optimizer_steps import attached_to
 from commrt.training.packed_state import pack, unpack
 from commrt.training.replica import Replica

@@ -17,8 +17,10 @@ from torch import Tensor
 from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
 from commrt.runtime.untraced import untraced
-from commrt.training.hooks import ATTRIBUTE, NO_PASS, at_end_of_backward, current_pass
+from commrt.training.backward_pass import NO_PASS, at_end_of_backward, current_pass
 
+ATTRIBUTE = "_commrt_weight"
+"""Where a loss that weighs holds its weight."""
 MOST = 2.0**53
 """No weight is larger."""
 

@@ -4,7 +4,8 @@
 Collective, on the thread that trains; the communication thread sends. `take_means`,
 `farthest_from_mean` and `require_equal_digests` go on without a lost rank by themselves. The others
 are done once, among those who are members then: call them in ``membership.together(lambda: ...)``
-where a rank may be lost. A source is the lowest member where none is given.
+where a rank may be lost. A source is the lowest member where none is given. Only ``overwrite_...``
+and `take_means` write: the model, or the states of the owners, that they are given.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _take_tensors
 
-from commrt.algorithms import halving_doubling, tree
+from commrt.algorithms import tree
 from commrt.buckets.digest import Digest
 from commrt.buckets.plan import MIB
 from commrt.buckets.tensors import exchanged_tensors
 from commrt.buckets.weight_watch import require_equal
 from commrt.runtime.world import World
+from commrt.training.gathering import gather_integers, gather_values, mean, total_of
 from commrt.training.stateful import Stateful, dump, load
 from commrt.training.tensor_bytes import flatten, restore
 from commrt.training.unread_buffers import unread_buffers
@@ -69,47 +71,6 @@ def overwrite_states(
     if flat.numel():
         _broadcast(world, flat, step, source)
     load(flat, owners)
-
-
-def mean(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Return the mean of all members' `tensors`, fp32 (fp64 for fp64), the same bits on all."""
-    members = tuple(world.members)
-    wide = [
-        tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors
-    ]
-    return _sum(world, [tensor / len(members) for tensor in wide], step, members)
-
-
-def total_of(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Return the sum of all members' `tensors`, of one dtype, the same bits on all of them."""
-    return _sum(world, tensors, step, tuple(world.members))
-
-
-def _sum(
-    world: World, tensors: Sequence[Tensor], step: int, members: Sequence[int]
-) -> list[Tensor]:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    schedule = halving_doubling.all_reduce(len(members))
-    world.membership.submit(
-        lambda: world.run_now(schedule, flat, Tag(step, "mean"), members)
-    ).result()
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(like.shape) for part, like in zip(parts, tensors, strict=True)]
-
-
-def gather_values(world: World, value: float, step: int) -> dict[int, float]:
-    """Return the `value` of each rank that was a member when the values were sent."""
-    own = torch.zeros((2, world.size), dtype=torch.float64, device="cpu")
-    own[0, world.rank], own[1, world.rank] = value, 1
-    values, shares = mean(world, [own], step)[0]
-    return {
-        rank: float(values[rank] / shares[rank]) for rank in range(world.size) if shares[rank] > 0
-    }
-
-
-def gather_integers(world: World, number: int, step: int) -> dict[int, int]:
-    """Return the `number` of each rank that was a member when the numbers were sent."""
-    return {rank: round(each) for rank, each in gather_values(world, number, step).items()}
 
 
 def take_means(world: World, model: nn.Module, step: int) -> None:

@@ -33,6 +33,9 @@ class OptimizerSteps:
     Of those that were given to `attach`, ``before(optimizer, args, kwargs)`` is called before each
     step, and may return other arguments for it; ``after(optimizer)`` after it. The `checks` come
     before, but not for a step inside another one.
+
+    Attributes without ``_`` are read by the hooks of this module and by replicas; only the hooks
+    write `running`, on the thread that steps.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of an attached model, and whether they are still the ones that were attached.
 
-On the thread that trains; only looks.
+On the thread that trains. It only looks, and raises where the model has changed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class ParameterList:
         self._tables = [
             each for each in modules if isinstance(each[1], EMBEDDINGS) and each[1].max_norm is None
         ]
+        # what holds the model's modules and parameters, and what it held in the latest walk
+        self._dicts: list[dict[str, Any]] = []
+        self._known: list[Any] = []
         self._remember()
 
     def require_unchanged(self) -> None:
@@ -54,14 +57,16 @@ class ParameterList:
         return self._names if self._is_as_before() else _names(self._model)
 
     def _is_as_before(self) -> bool:
+        """Return True if all modules hold the same objects as in the latest walk."""
         # another thread may own the model
         now = [*chain.from_iterable(map(tuple, map(dict.values, self._dicts)))]
         return len(now) == len(self._known) and all(map(is_, now, self._known))
 
     def _remember(self) -> None:
+        """Walk through the model, and take what it holds now for unchanged."""
         modules = list(self._model.modules())
         # These dicts hold the contents of modules; public access would walk through all again.
-        self._dicts: list[dict[str, Any]] = [
+        self._dicts = [
             *(module._modules for module in modules),  # noqa: SLF001
             *(module._parameters for module in modules),  # noqa: SLF001
         ]

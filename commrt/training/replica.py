@@ -22,7 +22,6 @@ from commrt.errors import UsageError
 from commrt.runtime.generation import Loss
 from commrt.store.parsing import MALFORMED, parse_int
 from commrt.training.gradient_weights import GradientWeights
-from commrt.training.hooks import ATTRIBUTE, Keeper
 from commrt.training.model_collectives import (
     farthest_from_mean,
     overwrite_model,
@@ -37,12 +36,14 @@ from commrt.training.riding import Riding, Rode
 from commrt.training.stateful import Stateful
 from commrt.training.step_report import Stats, StepReport
 from commrt.training.tensor_bytes import fingerprint
+from commrt.training.uncopied import ATTRIBUTE, Keeper
 
 
 class Replica(ABC):
     """One rank's attached model; made by `attach`.
 
-    All methods belong to the thread that trains. Every rank must call those marked collective.
+    All methods belong to the thread that trains, but `stop`; hooks of gradients run on that of the
+    backward pass, for which it waits. Every rank must call those marked collective.
     """
 
     drops_gradients = False
@@ -61,13 +62,18 @@ class Replica(ABC):
         self._parameters = ParameterList(request.model)
         self._stats = Stats()
         self._step = 0
-        self._is_synchronous = True
-        # why nothing can ride, or only not these
-        self._refuses = self._refuses_weights = self._refuses_wishes = ""
-        self._handles: list[RemovableHandle] = []
+        self._is_synchronous = True  # False in no_sync()
+        # Why nothing can ride, or only not weights, or not wishes; "" if it can. Subclasses set
+        # these in `__init__`, before `_live`.
+        self._refuses = ""
+        self._refuses_weights = ""
+        self._refuses_wishes = ""
+        self._steps: OptimizerSteps  # from `_live` on
+        self._handles: list[RemovableHandle] = []  # of hooks; none once it was detached
         self._weights = GradientWeights(params)
         self._riding = Riding(request.world.rank, self._weights)
         self._watched: Digest | None = None
+        # Subclasses set it in `__init__` where somebody watches: what must be equal on all ranks.
 
     def _live(
         self,
@@ -76,7 +82,10 @@ class Replica(ABC):
         after_step: Callable[[Optimizer], None],
         checks: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Begin to act on optimizers' steps (`OptimizerSteps`), and on what `handles` stand for."""
+        """Begin to act on optimizers' steps (`OptimizerSteps`), and on what `handles` stand for.
+
+        Subclasses call it last in `__init__`.
+        """
         self._handles += handles
         self._steps = OptimizerSteps(
             self._world,

@@ -18,7 +18,8 @@ class StepClock:
     """Counts a loop's backward passes and its optimizers' steps, and tells which steps must end.
 
     Step k belongs to pass k. An event returns the steps that end there, in order. The caller
-    exchanges after each of them, and calls `end_step`; one that fails before is due again.
+    exchanges after each of them, and calls `end_step`; one that fails before is due again. Others
+    only read its attributes.
     """
 
     def __init__(self, optimizers: Iterable[Hashable]) -> None:
@@ -31,7 +32,7 @@ class StepClock:
         """Of them, those since an optimizer stepped; over `MOST_PASSES` is an error of the loop."""
         # by optimizer: how many passes had come when it last stepped
         self._used = dict.fromkeys(optimizers, 0)
-        self._left_out: int | None = None
+        self._left_out: int | None = None  # the pass that no optimizer is to use
 
     def on_pass(self, *, within_step: bool) -> None:
         """Count a pass; one `within_step` is of an optimizer's closure, which may repeat it."""

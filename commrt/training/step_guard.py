@@ -35,7 +35,8 @@ class StepGuard:
     """Knows whether the gradients at hand were averaged, and which optimizers have used them.
 
     `take_part` is called on a rank that comes to its step without any gradient, so that the others
-    get its zeros.
+    get its zeros. A replica calls `close`, `open` and `drop`, in hooks of the backward pass too;
+    `OptimizerSteps` calls `before_step` and `after_step`.
     """
 
     def __init__(
@@ -50,14 +51,21 @@ class StepGuard:
         self._scales = scales
         # the small ones first, which is enough in most steps
         self._params = sorted(params, key=Tensor.numel)
-        # True after a backward pass that added to gradients without averaging them
         self.held_back = False
+        """True after a backward pass that added to gradients without averaging them.
+
+        Replicas set it to True for each gradient of such a pass: by hand, as a call would cost.
+        """
         self._refusal = ""  # why no optimizer may step now
         # optimizers that have not stepped since gradients were averaged
         self._unused_by: set[int] = set()
+        # by optimizer: what a step of it adds to `steps`
         self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
         self.steps = 0
-        """The sum of all steps, weighted by optimizer: it shows if ranks step different ones."""
+        """The sum of all steps, weighted by optimizer: it shows if ranks step different ones.
+
+        `BackupStep` writes it between steps, where it takes another rank's state or a checkpoint's.
+        """
 
     def close(self, step: int) -> tuple[int, int]:
         """Refuse steps while gradients travel; return steps so far and a digest of settings."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the steps of one rank cost: plain records."""
+"""What one step of a rank did and cost, and the totals of all: plain records, which never change.
+
+Replicas make them on the thread that trains.
+"""
 
 from __future__ import annotations
 

@@ -27,17 +27,12 @@ from commrt.runtime.generation import Members
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, within_range
+from commrt.training.backward_pass import INTERRUPTED, PassEnd, current_pass
 from commrt.training.bucket_order import BucketOrder
 from commrt.training.buffer_broadcast import BufferBroadcast
-from commrt.training.hooks import (
-    INTERRUPTED,
-    PassEnd,
-    current_pass,
-    on_counted_gradients,
-    on_dense_gradients,
-)
+from commrt.training.gathering import gather_integers
+from commrt.training.gradient_hooks import on_counted_gradients, on_dense_gradients
 from commrt.training.joining import joining
-from commrt.training.model_collectives import gather_integers
 from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.residuals import own_residuals

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on gradients and modules; each runs on the thread that autograd or the module is on.
+"""Hooks on the gradients of parameters; each runs on the thread that runs the backward pass.
 
-C++ holds the hooks of a parameter, where Python's garbage collector does not look: what they refer
-to would never be freed if it referred back. So these refer weakly to a replica, and the model's
-modules keep the replica alive.
-
-Some parts of torch's autograd engine that are used here are not public yet; DDP and FSDP use the
-same ones.
+They refuse sparse gradients, and call a replica; nothing else. C++ holds the hooks of a parameter,
+where Python's garbage collector does not look: what they refer to would never be freed if it
+referred back. So these refer weakly to a replica, and the model's modules keep the replica alive
+(`Keeper`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import ref
 
 import torch
@@ -24,25 +22,11 @@ from commrt.buckets.gradient_bucket import SPARSE
 from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
+from commrt.training.backward_pass import current_pass
 
-INTERRUPTED = (
-    "{what} came from a backward pass inside or after one that did not end: an error interrupted"
-    " it, or reentrant activation checkpointing is on (use use_reentrant=False)"
-)
-"""Replicas raise it, in their hooks of gradients: they know which pass their step is of."""
 OUTLIVED = "{name} outlived the model it was attached with: keep the model or its replica"
-NO_PASS = -1
-"""Stands for the number of a backward pass where there is none."""
-ATTRIBUTE = "_commrt"
-"""Where a module holds a `Keeper`."""
 
 T = TypeVar("T")
-current_pass: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
-"""Return the number of the backward pass that this thread runs; -1 outside of one."""
-at_end_of_backward: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-)
-"""Call a function when the running backward pass has ended; ``backward()`` raises its error."""
 
 
 def on_dense_gradients(
@@ -58,7 +42,7 @@ def on_dense_gradients(
     `UsageError` for a sparse gradient, and for a parameter that outlived `owner`.
     """
     weakly = ref(owner)
-    latest: int | None = None
+    latest: int | None = None  # the pass in which `call` was called last
 
     def ready(name: str, param: Tensor) -> None:
         nonlocal latest
@@ -110,51 +94,3 @@ def on_counted_gradients(
 
 def _on_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class PassEnd:
-    """Calls `ended` where the running backward pass ends, then `anyway`; on an error only this."""
-
-    def __init__(self, ended: Callable[[], None], anyway: Callable[[], None]) -> None:
-        self._ended = ended
-        self._anyway: Callable[[], None] | None = anyway
-        at_end_of_backward(self)
-
-    def __call__(self) -> None:
-        """End the pass; autograd calls this."""
-        anyway = self._anyway
-        self._anyway = None
-        try:
-            self._ended()
-        finally:
-            if anyway is not None:
-                anyway()
-
-    def __del__(self) -> None:  # autograd lets go of what an error keeps it from calling
-        if self._anyway is not None:
-            self._anyway()
-
-
-class ModuleHook:
-    """A hook of a module, on the thread that calls the module or its ``state_dict()``.
-
-    Does nothing on copies and pickles of the module, nor while torch compiles it.
-    """
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Pass everything on; a compiled graph would break here."""
-        if not (torch.compiler.is_compiling() or self._call is None):
-            self._call(*args)
-
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
-        return ModuleHook, ()
-
-
-class Keeper(list[object]):
-    """Keeps its items alive as long as the module that holds it; copied or pickled it is None."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
