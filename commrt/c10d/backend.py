@@ -2,7 +2,7 @@
 """The backend that torch 2.14 and on get from ``init_process_group("commrt")``.
 
 Made, called and ended by the threads of the caller. `Methods` has its collectives, its `group` all
-that it keeps.
+that they use.
 """
 
 from __future__ import annotations

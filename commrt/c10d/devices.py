@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices whose tensors a process group takes, and the backend that carries them there."""
+"""The devices whose tensors a process group takes, and the backend that carries them there.
+
+On the thread that makes the group; `use_backend` writes to torch's part of it.
+"""
 
 from __future__ import annotations
 

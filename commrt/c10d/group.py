@@ -59,9 +59,11 @@ class ProcessGroupWorld:
         global_ranks = list(options.global_ranks_in_group) or list(range(size))
         require_deadlines(timeout=timeout_s)
         self.store = unused_part(options.store, rank, size)
+        """The group's own part of torch's store."""
         transport, host, selection = connect(self.store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, self.store, local_rank(), "torch.distributed")
         self.requests = CheckedCalls(rank, size)
+        """Makes calls for the engine of what torch passes."""
         self.engine = CallEngine(self.world, selection, options.group_id)
         # A receive from any rank reads all ranks' addresses from the store, so all must be there
         # from the start.

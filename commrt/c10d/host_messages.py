@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends and receives of a process group's CPU tensors: in any order, with tags, on Gloo's sockets.
 
-Gloo connects two ranks when they first exchange. Any thread posts and waits; a thread of its own
-waits for works that the caller dropped.
+Gloo connects two ranks when they first exchange. Any thread waits, and posts, one at a time. A
+thread of its own waits for works that the caller dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHORTEST_S = 0.001
 
 
 class HostMessages:
-    """Sends and receives of CPU tensors. Used by any thread.
+    """Sends and receives of CPU tensors; for threads see the module.
 
     Gloo takes a message back if nobody references its work. So works that the caller drops before
     they end are kept until they do, or until their timeout.
@@ -115,7 +115,7 @@ class HostMessages:
 class DroppedWorks:
     """Works of Gloo that nobody waits for any more, which are kept until they end.
 
-    Any thread adds to them, at any place; one at a time waits for the oldest, and removes it.
+    Any thread adds to them, at any place; the one that `start_waiting` starts removes them.
     """
 
     def __init__(self) -> None:

@@ -49,17 +49,17 @@ class ReconfigurableBackend(CommrtBackend):
 
     def __init__(self, options: Any) -> None:
         Backend.__init__(self, options.group_rank, options.group_size)
-        self._place: tuple[int, int] = options.group_rank, options.group_size
+        self._place: tuple[int, int] = options.group_rank, options.group_size  # rank and size
         self._store = options.store
         self._timeout = options.timeout
         self._name = options.group_id
         self._use_options(options)
         self._handle = f"{NAME}:{uuid4().hex}"
         self._world: ProcessGroupWorld | None = None
-        self._used = set[int]()
+        self._used = set[int]()  # all uuids that were given
         self._handles: list[str] = []  # of the present world's ranks
-        self._running: Future[None] | None = None
-        self._uuid = -1
+        self._running: Future[None] | None = None  # the latest reconfiguration
+        self._uuid = -1  # of the present world
         # groups made of these ranks since the latest reconfiguration
         self._derived = Counter[tuple[int, ...]]()
 

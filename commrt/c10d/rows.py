@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of callers as rows of a call: contiguous, in the wire's dtype, copied if they have gaps.
 
-Runs on the thread that calls. Waits for a tensor that a functional collective returned.
+Runs on the thread that calls, and writes to no tensor. Waits for one that a functional collective
+returned.
 """
 
 from __future__ import annotations

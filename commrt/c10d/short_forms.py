@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short forms of calls, such as ``pg.allreduce(tensor, op)``, as long ones with options.
 
-Looks at the form only; `commrt.c10d.checked_calls` checks what is asked for.
+Pure functions. They look at the form only; `commrt.c10d.checked_calls` checks what is asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sum of sparse tensors over all ranks, made of all-gathers that a caller passes in.
 
-Runs on the thread that calls, which waits for each of them.
+Runs on the thread that calls, which waits for each of them, and then writes to the caller's tensor.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ def _replayed(schedule: Schedule, trees: _Trees) -> IntArray:
         )
         summands = summands[:, ~copies]
         held[cells.dst[copies]] = incoming[copies]
-        for (cell, *_), call in groupby(
-            summands[:, np.lexsort(summands[3::-1])].T.tolist(), key=lambda one: one[:3]
-        ):
+        ordered = summands[:, np.lexsort(summands[3::-1])].T.tolist()
+        # a call of a kernel has all that a cell receives for one range of chunks
+        for (cell, *_), call in groupby(ordered, key=lambda one: one[:3]):
             parts = [(sender, tree) for *_, sender, tree in call]
             insort(parts, (cell // chunks, int(held[cell])))
             held[cell] = trees.sum_of([tree for _, tree in parts])

@@ -182,7 +182,8 @@ def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]
     sent = np.zeros(schedule.ranks, dtype=np.int64)
     peers = 0
     mixes = False
-    count = transfers = 0
+    count = 0
+    transfers = 0
     for number, step in enumerate(schedule.checked_steps()):
         for transfer, what in malformed(step, ranks, schedule.chunks):
             return (
@@ -192,8 +193,8 @@ def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]
             )
         mixes = mixes or bool((step.combine == int(MIX)).any())
         moved = step.canonical()
-        count = count + 1
-        transfers = transfers + len(moved)
+        count += 1
+        transfers += len(moved)
         np.add.at(sent, moved.src, moved.hi - moved.lo)
         pairs = different(
             np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src))

@@ -3,7 +3,7 @@
 
 Triton's own launch checks every argument, its alignment, the device and the options each time. Any
 thread may make a launch, which is compiled and loaded under a lock, and call it: it runs on that
-thread's current stream. All on fixed memory are made here; those of `device.packing` are not fixed.
+thread's current stream. All kernels but those of packing have theirs here, on fixed memory.
 """
 
 from __future__ import annotations

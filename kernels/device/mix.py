@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mix: move many tensors towards what a peer sent."""
+"""Mix: move many tensors towards what a peer sent.
+
+A program per tile of `commrt.kernels.tables`, which writes to its tensor only.
+"""
 
 from __future__ import annotations
 

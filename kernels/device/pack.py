@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pack: many tensors into one wire buffer."""
+"""Pack: many tensors into one wire buffer.
+
+A program per tile of `commrt.kernels.tables`, which writes its part of the wire, and of the head.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class TritonPacking:
         # the array keeps the memory
         self._mark = mark.data_ptr()
         self._seen = mark.numpy()
-        # a table of one absent tensor
+        # first arguments of kernels: a table of one absent tensor, or that of all; and the wire
         self._nothing = torch.zeros(1, dtype=torch.int64, device=wire.device)
         self._nowhere = (*[self._nothing.data_ptr()] * len(self.tables.columns), wire.data_ptr())
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())

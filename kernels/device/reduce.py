@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce: add buffers up."""
+"""Reduce: add buffers up, some of which may lie in peers' memory.
+
+A program per tile, which writes to its part of `out` only.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpack: one wire buffer into many tensors."""
+"""Unpack: one wire buffer into many tensors.
+
+A program per tile of `commrt.kernels.tables`, which writes to its tensor; the first one also tells
+the host if the wire has another header.
+"""
 
 from __future__ import annotations
 
