@@ -179,7 +179,7 @@ def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
             param.data.zero_()
         world.run(commrt.Ring().schedule(0, world.size), torch.ones(8))
         rank.model.load_state_dict(kept)
-        was_behind = rank.replica.step > rank.replica._backup_step.version
+        was_behind = rank.replica.step > rank.replica._standing.version
         rank.train()
         rank.replica.consolidate()
         return was_behind, weights(rank.model)

@@ -32,6 +32,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import commrt
 from commrt.backup_workers.backup_replica import BackupWorkersReplica
 from commrt.backup_workers.catch_up import CatchUp
+from commrt.backup_workers.replica_state import ReplicaState, Snapshot, unpack
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
 from commrt.runtime.generation import Generation
 from commrt.testing.ranks import run_ranks
@@ -244,6 +245,13 @@ def test_weights_changed_between_two_passes_of_a_step_are_not_sent():
     assert all_are_equal([found for _, found in ends])
 
 
+def test_a_state_that_became_that_of_another_rank_is_not_given_as_its_own_of_before():
+    state = ReplicaState(model := torch.nn.Linear(2, 2), [*model.parameters()], [])
+    state.open(Snapshot(1, 0, None, 1, in_pass=True, is_due=False, stopping=[]))
+    state.install(unpack([*state.give(1, 0.0)][1]), amid_step=False)
+    assert [*state.give(1, 0.0)] == []
+
+
 def test_a_forward_pass_between_backward_and_step_sends_no_weights_of_another_version():
     def body(world):
         model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
@@ -328,9 +336,7 @@ def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_mea
     ],
 )
 def test_ranks_that_are_late_together_ask_different_sources_first(members, asked):
-    def sources(rank):
-        replica = SimpleNamespace(_world=SimpleNamespace(rank=rank, size=6))
-        BackupWorkersReplica._require(replica, 1, members)
-        return replica._sources
-
-    assert {rank: sources(rank) for rank in asked} == asked
+    replicas = {rank: SimpleNamespace(_world=SimpleNamespace(rank=rank, size=6)) for rank in asked}
+    for replica in replicas.values():
+        BackupWorkersReplica._need(replica, 1, members)
+    assert {rank: replica._sources for rank, replica in replicas.items()} == asked

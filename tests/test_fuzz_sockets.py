@@ -16,7 +16,7 @@ from rendezvous_ranks import where_a_world_listens
 
 from commrt.elastic import state_server
 from commrt.elastic.links import probe
-from commrt.elastic.processes import Listener
+from commrt.elastic.listener import Listener
 from commrt.elastic.state_server import NBYTES, YES, StateServer, request_state
 from commrt.testing.processes import run_processes
 from commrt.transport.names import TRANSPORTS

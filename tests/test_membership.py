@@ -357,7 +357,7 @@ def come(new, fetch_state=lambda: True):
 def answering(found, needed=1, late_s=None):
     """The members, which answer roll calls as they train; and call one if they were silent."""
     for member in found:
-        member.needed, member.admits = needed, True
+        member.needed, member._admits = needed, True
 
         def answer(number, member=member):
             Event().wait((late_s or {}).get(member.rank, 0.0))

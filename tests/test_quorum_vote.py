@@ -21,7 +21,7 @@ from commrt.backup_workers.quorum import (
     QuorumVote,
     StepOutcome,
     quorum_key,
-    set_once,
+    set_and_wake,
 )
 from commrt.elastic.records import Arrival
 from commrt.elastic.roster import arrival_key
@@ -131,7 +131,7 @@ def test_a_member_waits_for_one_that_lives_up_to_the_deadline(members):
         ended = waiting_for_the_first(found[1])
         clock.advance_until(lambda: clock.now_s() >= end_s)
         assert not ended.done()
-        set_once(found[0].store.connection, OUTCOME, DONE)
+        set_and_wake(found[0].store.connection, OUTCOME, DONE)
         assert ended.result(PATIENT_S).counts
 
 
@@ -203,6 +203,6 @@ def test_old_steps_are_deleted_from_a_store_that_says_of_every_key_that_it_was_t
     store = FileStore(str(tmp_path / "store"), 1)
     for attempt in range(2):
         store.set(quorum_key(0, attempt, "announced"), "")
-        set_once(store, quorum_key(0, attempt, "outcome"), FAILED)
+        set_and_wake(store, quorum_key(0, attempt, "outcome"), FAILED)
     quorum._delete_steps(store, 1)  # ends, although each deletion is said to have found its key
     assert not any(store.check([quorum_key(0, attempt, what)]) for attempt in range(2) for what in WRITTEN)

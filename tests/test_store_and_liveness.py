@@ -21,9 +21,9 @@ from moved_clock import moved_clock
 from peer_group import on_threads
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from commrt.backup_workers.quorum import set_once
+from commrt.backup_workers.quorum import set_and_wake
 from commrt.elastic.links import MESSAGE, LinkCheck, probe, send_message
-from commrt.elastic.processes import Listener
+from commrt.elastic.listener import Listener
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, UsageError
 from commrt.runtime import connection
 from commrt.store import records
@@ -80,18 +80,11 @@ def test_silent_hosts_are_asked_at_once():
         assert monotonic() - begin_s < 100 * 0.2 / 2
 
 
-@for_each(
-    ("serve", "reaches"),
-    [
-        (send_message, True),
-        (lambda client: client.send(MESSAGE[1:]) and client.close(), False),
-    ],
-)
-def test_a_rank_reaches_this_one_once_a_whole_large_message_has_come(serve, reaches):
-    listener = Listener("127.0.0.1", serve)
-    with closing(LinkCheck({3: listener.address}, again_s=LIMIT_S)) as links:
+@for_each("reaches", [True, False])
+def test_a_rank_reaches_this_one_once_a_whole_large_message_has_come(reaches):
+    serve = send_message if reaches else lambda client: client.send(MESSAGE[1:]) and client.close()
+    with closing(Listener("127.0.0.1", serve)) as listener, closing(LinkCheck({3: listener.address}, LIMIT_S)) as links:
         assert links.look(LIMIT_S if reaches else 0.1) == (set() if reaches else {3})
-    listener.close()
 
 
 def test_a_store_that_does_not_answer_is_waited_for_once():
@@ -146,7 +139,7 @@ def test_the_first_value_holds_and_every_waiting_rank_gets_it(use_libuv, dies):
     shelf = PrefixStore("shelf", store)
     if dies:
         shelf.compare_set("word", "", "first")
-    assert [set_once(shelf, "word", word) for word in ("second" if dies else "first", "second")] == ["first", "first"]
+    assert [set_and_wake(shelf, "word", each) for each in ("second" if dies else "first", "second")] == ["first"] * 2
     listener.join(LIMIT_S / 2)
     assert heard == [b"first"]
 

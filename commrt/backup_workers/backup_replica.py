@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with backup workers: a rank counts if its gradient is among the first, or it catches up.
 
-All of it runs on the training thread, and says when: `backup_step` makes a step, `replica_state`
-gives the state to late ranks, `catch_up` takes it from others.
+On the training thread; hooks of gradients run on autograd's, while that one waits. This says when:
+`backup_step` makes a step, `replica_state` gives the state to late ranks, `catch_up` takes that of
+others. `attach` refuses what cannot train so.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 
+from commrt.backup_workers.backup_exchange import BackupExchange
 from commrt.backup_workers.backup_step import BackupStep
 from commrt.backup_workers.catch_up import CatchUp
 from commrt.backup_workers.final_calls import FinalCalls
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.backup_workers.replica_state import ReplicaState
 from commrt.backup_workers.skipping_guard import SkippingGuard
+from commrt.backup_workers.standing import Standing
 from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import end_survival, survive_losses
 from commrt.errors import CommrtError, UsageError
@@ -72,11 +75,11 @@ class Phase(Enum):
     """It is late, and in a backward pass that used older weights, as the model's hooks were not
     called.
     """
-    OVER = auto()
+    ENDED = auto()
     """Too few ranks train: what the loop does from here to the next pass is undone."""
 
 
-LATE = (Phase.LATE, Phase.STALE)
+NEEDS_STATE = (Phase.LATE, Phase.STALE)
 IN_PASS = (Phase.RUNNING, Phase.STALE)
 
 
@@ -88,6 +91,9 @@ class BackupWorkersReplica(Replica):
     fetches the state of a rank that counted before its next forward pass. So between a backward
     pass and the next forward pass its loop may do what the other ranks do, such as stepping a
     scheduler, or leave it.
+
+    Written here of others: the world's `membership` and `hooks`, and the guard's `held_back`. What
+    late ranks take is all of `_owners_of_state`, the list that `_state` reads too.
     """
 
     drops_gradients = True
@@ -100,10 +106,11 @@ class BackupWorkersReplica(Replica):
         self._owners_of_state = [*request.optimizers, *request.also, request.copies]
         self._final_calls = FinalCalls()
         self._phase = Phase.READY
-        self._pass_number = -1
-        # the version that it needs while it is late, and who has it
+        self._pass_number = -1  # of the latest pass with a step, as autograd counts
+        # the version that it needs while it is late, and whom to ask for it, in this order
         self._wanted = 0
         self._sources = [world.rank]
+        # inputs of the forward passes since the latest step; None if one cannot say
         self._samples: int | None = 0
         self._has_warned = False  # of batches that were dropped because the others had stopped
         params = [param for _, param in named]
@@ -114,12 +121,21 @@ class BackupWorkersReplica(Replica):
             cast("BackupWorkers", request.algorithm).needed_among, founders=world.founders
         )
         self._number = request.number
+        # the world's membership from here on, which the rest uses
         self._membership = survive_losses(
             world, self._number, needed=needed, founds=self._is_founder
         )
         store = PrefixStore("backed", store_of_model(world.store, self._number))
+        self._standing = Standing(self._guard, self._riding)
+        self._exchange = BackupExchange(request, self._membership, engine, self._standing, store)
         self._backup_step = BackupStep(
-            request, self._membership, engine, self._guard, store, self._riding
+            request,
+            self._membership,
+            engine,
+            self._guard,
+            self._standing,
+            self._exchange,
+            self._riding,
         )
         self._catch_up = CatchUp(world, self._membership, store, self._state, self._riding)
         if self._is_founder:
@@ -149,7 +165,7 @@ class BackupWorkersReplica(Replica):
         """The number of updates in the weights, or that they will have in the next forward pass of
         a late rank.
         """
-        return self._wanted if self._phase in LATE else self._backup_step.version
+        return self._wanted if self._phase in NEEDS_STATE else self._standing.version
 
     def before_giving_up(self, call: Callable[[], object]) -> None:
         """See `Replica.before_giving_up`."""
@@ -162,10 +178,10 @@ class BackupWorkersReplica(Replica):
         whose data ended before the others' has the weights that it trained last; `consolidate`
         brings all to the latest.
         """
-        if self._phase is Phase.OVER:
+        if self._phase is Phase.ENDED:
             self._state.undo()
             self._phase = Phase.READY
-        elif self._phase in LATE:
+        elif self._phase in NEEDS_STATE:
             amid_step = self._phase is Phase.STALE
             self._phase = Phase.LATE
             try:
@@ -174,7 +190,8 @@ class BackupWorkersReplica(Replica):
                 self._final_calls.make(error)
                 raise
             self._state.install(transfer, amid_step=amid_step)
-            self._backup_step.follow(transfer.snapshot)
+            self._standing.follow(transfer.snapshot)
+            self._exchange.use_standing()
             self._wanted = transfer.snapshot.version
             self._phase = Phase.LATE if transfer.snapshot.is_due else Phase.READY
 
@@ -183,10 +200,10 @@ class BackupWorkersReplica(Replica):
     ) -> None:
         if not (self.model.training and torch.is_grad_enabled()):
             return
-        if self._phase in (Phase.LATE, Phase.OVER):
+        if self._phase in (Phase.LATE, Phase.ENDED):
             self.drain()
-        if self._phase not in LATE and not self._guard.is_due:
-            self._state.open(self._backup_step.snapshot(in_pass=True))
+        if self._phase not in NEEDS_STATE and not self._guard.is_due:
+            self._state.open(self._standing.snapshot(in_pass=True))
         for each in (*given, *named.values()):
             if isinstance(each, Tensor) and each.dim():
                 self._samples = None if self._samples is None else self._samples + len(each)
@@ -218,7 +235,7 @@ class BackupWorkersReplica(Replica):
             self._phase = Phase.STALE
             return
         # again, as a compiled model calls no hooks
-        self._state.open(self._backup_step.snapshot(in_pass=True))
+        self._state.open(self._standing.snapshot(in_pass=True))
         self._parameters.require_unchanged()
         self._backup_step.begin(self._samples or None, number)
         self._phase = Phase.RUNNING
@@ -227,7 +244,7 @@ class BackupWorkersReplica(Replica):
         self._samples = 0
         if self._phase is Phase.STALE:
             self._backup_step.drop()
-            self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
+            self.last = StepReport(self._standing.version, (), 0.0, (), counted=False)
             self._stats = self._stats.plus(self.last)
             self.drain()
             return
@@ -241,15 +258,15 @@ class BackupWorkersReplica(Replica):
         if outcome.counts:
             self._state.keep_buffers()
         elif outcome.is_over:
-            self._require(self.last.step + 1, outcome.members)
+            self._need(self.last.step + 1, outcome.members)
         else:
-            self._phase = Phase.OVER
-            self._state.keep(self._backup_step.snapshot(in_pass=False))
+            self._phase = Phase.ENDED
+            self._state.keep(self._standing.snapshot(in_pass=False))
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(ENDED, self._world.rank, self.last.step, self._world.membership.needed)
 
-    def _require(self, version: int, sources: Collection[int] = ()) -> None:
+    def _need(self, version: int, sources: Collection[int] = ()) -> None:
         """Note that this rank needs `version`, of one of `sources`, by default of any.
 
         Ranks that are late together ask different sources first: the k-th late rank begins with the
@@ -275,10 +292,10 @@ class BackupWorkersReplica(Replica):
 
     def _before_collective(self) -> None:
         """Let late ranks have this rank's state until they have come."""
-        if self._phase is Phase.OVER:
+        if self._phase is Phase.ENDED:
             self.drain()
-        if self._phase not in LATE:
-            self._state.open(self._backup_step.snapshot(in_pass=False))
+        if self._phase not in NEEDS_STATE:
+            self._state.open(self._standing.snapshot(in_pass=False))
 
     def _end(self) -> None:
         """Answer late ranks until no rank trains any more; before the world is closed in good
@@ -298,12 +315,12 @@ class BackupWorkersReplica(Replica):
         with letting_in(self, self._world, self._membership):
             self._membership.join_as_replacement(self._fetch_from_a_pass)
             self._catch_up.open()
-            self._require(self.step)  # again before the first step, whatever is loaded until then
+            self._need(self.step)  # again before the first step, whatever is loaded until then
         return self
 
     def _fetch_from_a_pass(self) -> bool:
         """Take the state of another rank; True if that rank was in a forward or backward pass."""
-        self._require(0)
+        self._need(0)
         self.drain()
         return self._state.again is not None
 
@@ -325,7 +342,8 @@ class BackupWorkersReplica(Replica):
 
     def _restart_at_step(self, step: int) -> None:
         self._membership.restart_at_step(step)
-        self._backup_step.restart_at_step(step)
+        self._standing.restart_at_step(step)
+        self._exchange.use_standing()
         self._state.keep_buffers()
 
     def state_dict(self) -> dict[str, Any]:
@@ -357,13 +375,13 @@ class BackupWorkersReplica(Replica):
     def _collective(self, what: str) -> Iterator[None]:
         """Run the body as the collective `what`, in which late ranks have caught up."""
         with self._world.collective(what):
-            own = self._backup_step.version
+            own = self._standing.version
             versions = self._world.membership.together(
                 lambda: gather_integers(self._world, own, own)
             )
             latest = max(versions.values())
             if own < latest:
-                self._require(
+                self._need(
                     latest, [rank for rank, version in versions.items() if version == latest]
                 )
                 self.drain()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a rank that was late in a step take the whole state of a rank that counted, from a server in
-each rank.
+"""A late rank takes the whole state of a rank that counted, from a server in each rank.
 
 The state is weights, buffers and optimizer states, all of one version. Between the begin of a
 forward pass and the optimizer's step only buffers change. So another rank may copy the state while
@@ -35,8 +34,8 @@ class CatchUp:
     """Fetch the state of other ranks for this one, and answer their questions for this rank's
     `state`.
 
-    Used on the training thread. The server's thread answers, and notes in `riding` that a late rank
-    asks to stop.
+    Used on the training thread, and writes nothing of this rank: the caller uses what it fetches.
+    The server's threads answer, and set ``riding.wants_stop`` where a late rank asks to stop.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class CatchUp:
             for rank in sources:
                 address = self._store.read(f"service/{rank}") if rank in connected else b""
                 # A rank that has the state may take long to copy it.
-                number = 2 * version + self._riding.wants_stop
+                number = 2 * version + self._riding.wants_stop  # as `give` reads it
                 if (
                     address
                     and (packed := request_state(address, number, limits.probe_s, limits.step_s))

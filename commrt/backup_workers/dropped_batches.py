@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches whose gradients were dropped come again: an iterator for training loops."""
+"""Batches whose gradients were dropped come again: an iterator for training loops.
+
+On the training thread, between steps; it only reads the replica's reports.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of the user that are called once, before an error ends training; training thread."""
+"""Functions of the user that are called once, before an error ends training.
+
+On the training thread.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ ENDS_TRAINING = (QuorumLost, DeadlineExceeded, PeerLost)
 
 
 class FinalCalls(list[Callable[[], object]]):
-    """Calls to make once, before an error ends training."""
+    """Calls to make once, before an error ends training; `make` takes them out."""
 
     def make(self, error: BaseException) -> None:
         """Make the calls if `error` ends training; logs what they raise."""

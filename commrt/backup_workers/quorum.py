@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quorum: the first N announced gradients count in a step, decided once and identically for all
-ranks.
+"""The vote on a step: the first N announced gradients count, as all ranks read on the store.
 
-`decide` is one rank's part of a step. Training runs it on the communication thread, with a
-`QuorumVote`; ``tests/test_quorum.py`` runs it in every order of events, with a death at every
-instant. Requests to the store run on other threads and a connection of their own, so that the
-communication thread can probe ranks while it waits. Nothing cancels a request: a rank that stops
-waiting for a key writes it.
+`decide` is the protocol, one rank's part of a step. Training runs it on the communication thread,
+with a `QuorumVote`, which asks the store; ``tests/test_quorum.py`` runs it in every order of
+events, with a death at every instant. What is reduced, and how, is the caller's.
 
 Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
 """
@@ -174,7 +171,13 @@ def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> 
 
 
 class QuorumVote:
-    """Votes on the steps of one model. On the communication thread.
+    """Votes on the steps of one model. Made on the training thread, and used on the communication
+    thread.
+
+    Requests to the store run on other threads and a connection of their own, so that the
+    communication thread can probe ranks while it waits. Nothing cancels a request: a rank that
+    stops waiting for a key writes it. It moves the `elastic` membership to the next generation
+    where an attempt has failed, and writes nothing else of this process.
 
     `store` is a prefix of their own. ``reduce(step, attempt, members)`` sums the gradients of
     `members`, including this rank's, without using the sum, and returns True on success; on the
@@ -186,11 +189,11 @@ class QuorumVote:
         self.reduce = reduce
         self._member = elastic.member
         self._store = TimedStore(store, self._member.rank, self._member.timeout_s)
-        # too few ranks train for the latest step, and for the one before
-        self._is_over = self._was_over = False
+        # too few ranks train for the latest step that was run, and for the one before
+        self._are_too_few = self._were_too_few = False
         # so many have left that a step needs fewer gradients in the next generation
         self._must_reform = False
-        self._connection = clone_connection(store)
+        self._connection = clone_connection(store)  # for requests that may wait long
         if self._connection is not store:
             self._connection.set_timeout(STORE_WAIT)
         self._store.compare_set(OLDEST_STEP, "", "0")
@@ -206,8 +209,8 @@ class QuorumVote:
         Raises `QuorumLost` if too few ranks are left, `DeadlineExceeded` if too few announce or the
         store does not answer, and what `reduce` raises.
         """
-        self._was_over = self._is_over
-        self._is_over = False
+        self._were_too_few = self._are_too_few
+        self._are_too_few = False
         return decide(self, mine, step, attempt)
 
     def next_attempt(self, generation: int) -> int | None:
@@ -216,7 +219,7 @@ class QuorumVote:
         """
         number = self._elastic.ensure_generation(generation + self._must_reform).number
         self._must_reform = False
-        return None if self._is_over else number
+        return None if self._are_too_few else number
 
     def announce(self, key: str, word: str) -> Sequence[str]:
         """Append `word` to the text under `key`; return the oldest step, and the text as it is then
@@ -231,7 +234,9 @@ class QuorumVote:
 
     def set_once(self, key: str, value: str) -> str:
         """Write `value` under `key` unless something is there, and return what stands there."""
-        return self._answer(partial(set_once, self._connection, key, value), self._require_answer)
+        return self._answer(
+            partial(set_and_wake, self._connection, key, value), self._require_answer
+        )
 
     def wait_for(self, key: str, step: int, attempt: int, members: tuple[int, ...] = ()) -> str:
         """Wait until `key` is written, by one of `members` if there are any, and return its text.
@@ -240,15 +245,15 @@ class QuorumVote:
         gone, NO_MEMBERS if too few ranks are left to announce, nothing if the others have deleted
         the step. Raises what `run` does.
         """
-        waiting = partial(self._check_announcements, key, step, attempt)
-        check = partial(self._check_members, key, step, members) if members else waiting
+        waiting = partial(self._settle_announcements, key, step, attempt)
+        check = partial(self._fail_if_lost, key, step, members) if members else waiting
         try:
             return self._answer(partial(_get, self._connection, key), check)
         except BaseException:  # or the store's thread would wait for ever
             with suppress(Exception):
                 call_store(
                     partial(
-                        set_once, self._store.connection, key, FAILED if members else NO_MEMBERS
+                        set_and_wake, self._store.connection, key, FAILED if members else NO_MEMBERS
                     )
                 )
             raise
@@ -259,7 +264,7 @@ class QuorumVote:
         """
         answer = start_call(request)
         deadline = None
-        pause_s = PROBE_S / 20 if self._was_over else PROBE_S
+        pause_s = PROBE_S / 20 if self._were_too_few else PROBE_S
         due_s = max(pause_s - CALL_LOOK_S, 0.0)
         while True:
             try:
@@ -287,39 +292,39 @@ class QuorumVote:
         if waited_s > limit_s:
             raise no_answer(limit_s, self._member.rank)
 
-    def _is_deleted(self, key: str, step: int) -> bool:
-        """Return True, and write that nothing is to come, if the others are so far ahead that
-        `step` is gone.
+    def _end_if_deleted(self, key: str, step: int) -> bool:
+        """Write that nothing is to come, if the others are so far ahead that `step` is gone; return
+        True if so.
         """
         if step >= int(self._store.get(OLDEST_STEP)):
             return False
-        set_once(self._store, key, "")
+        set_and_wake(self._store, key, "")
         return True
 
-    def _check_members(
-        self, key: str, step: int, members: tuple[int, ...], waited_s: float
-    ) -> None:
-        """Probe the next member of the reduction: each member probes one,
-        so that all are probed.
+    def _fail_if_lost(self, key: str, step: int, members: tuple[int, ...], waited_s: float) -> None:
+        """Write that the attempt has failed, if the next of `members` is gone, or the timeout is
+        over: each member probes one, so that all are probed.
         """
-        if self._is_deleted(key, step):
+        if self._end_if_deleted(key, step):
             return
         member = self._member
         is_lost = self._elastic.is_called or member.gone([member.next_member(members)])
         if is_lost or waited_s > member.timeout_s():
-            set_once(self._store, key, FAILED)
+            set_and_wake(self._store, key, FAILED)
 
-    def _check_announcements(self, key: str, step: int, attempt: int, waited_s: float) -> None:
-        """Check whether enough ranks have announced, or still can."""
-        if self._is_deleted(key, step):
+    def _settle_announcements(self, key: str, step: int, attempt: int, waited_s: float) -> None:
+        """Write the members, if enough ranks have announced, or that there are none, if too few
+        still can.
+        """
+        if self._end_if_deleted(key, step):
             return
         text = self._store.get(quorum_key(step, attempt, "announced"))
         number = self._member.generation.number
         words = parse_announcements(text.decode(errors="replace"), number)
         if len(words) >= self.needed:  # the last of them died before it could say so
-            set_once(self._store, key, choose_members(words, self.needed))
+            set_and_wake(self._store, key, choose_members(words, self.needed))
         elif self._elastic.is_called:
-            set_once(self._store, key, NO_MEMBERS)
+            set_and_wake(self._store, key, NO_MEMBERS)
         else:
             self._end_if_too_few({word.rank for word in words}, key, step, waited_s)
 
@@ -340,14 +345,14 @@ class QuorumVote:
         member.require_enough(
             member.generation, step, [loss._replace(step=step) for loss in departed]
         )
-        is_late = bool(waiting) and (self._was_over or waited_s > limits.step_s)
+        is_late = bool(waiting) and (self._were_too_few or waited_s > limits.step_s)
         present = len(here) + len(silent)
         needed = self.needed
         if present < needed or is_late:
             after = member.generation.successor(departed, step, silent=member.generation.silent)
             self._must_reform = member.needed_in(after) <= present < needed
-            self._is_over = not self._must_reform
-            set_once(self._store, key, NO_MEMBERS)
+            self._are_too_few = not self._must_reform
+            set_and_wake(self._store, key, NO_MEMBERS)
         elif waited_s > limits.collective_s:
             member.current()  # raises Evicted if the others went on without this rank
             what = (
@@ -389,7 +394,7 @@ def _delete_steps(store: Store, oldest: int) -> None:
             attempt += 1
 
 
-def set_once(store: Store | TimedStore, key: str, value: str) -> str:
+def set_and_wake(store: Store | TimedStore, key: str, value: str) -> str:
     """Write `value` under `key` unless something is there, wake those who wait for it, and return
     what stands there.
 

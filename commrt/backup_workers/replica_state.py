@@ -56,8 +56,10 @@ class ReplicaState:
     """The state of one rank: other ranks copy it while it is open, and it can become that of
     another rank.
 
-    `owners` are what has state besides the model, such as optimizers and schedulers. The training
-    thread opens and shuts; `give` answers other ranks, on threads of its own.
+    `owners` are what has state besides the model, such as optimizers and schedulers. `give` answers
+    other ranks, on threads of the state server; all else is for the training thread. Between `open`
+    and `shut`, `give` reads tensors and states while this rank computes: its copy counts only if
+    no weight was written meanwhile (`_is_whole`). `install` writes the model and the owners.
     """
 
     def __init__(
@@ -66,17 +68,18 @@ class ReplicaState:
         self._model = model
         self._trained = trained
         self._owners = owners
-        self._changed = Condition()
+        self._changed = Condition()  # held to write the next four, and notified
         self._snapshot: Snapshot | None = None  # None while no rank may copy
+        self._event: torch.cuda.Event | None = None  # of all work on the weights before `open`
+        self._open_buffers = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._readers = 0  # generators of `give` that copy now
         self._version = -1  # the latest one with a forward pass
-        # to the weights, until the end of that version's first forward pass
+        # to the weights, until the end of that version's first forward pass; `give` only reads it
         self._writes: int | None = None
-        self._event: torch.cuda.Event | None = None
-        self._readers = 0
-        self._buffers = self._open_buffers = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._buffers = self._open_buffers  # of the version that is next to open
         self.again: Tensor | None = None
         """States to load again when this one opens: until then the loop may do what the source's
-        had done before.
+        had done before. Only written here.
         """
         self._kept: StateTransfer | None = None
         self.keep_buffers()
@@ -154,8 +157,9 @@ class ReplicaState:
 
     def install(self, transfer: StateTransfer, *, amid_step: bool) -> None:
         """Become what `transfer` says; `amid_step` between a backward pass and the optimizer's
-        step.
+        step. Shuts.
         """
+        self.shut()  # a loop may have left out the optimizer's step, which does that
         restore(transfer.params.to(self._trained[0].device), self._trained)
         self._buffers = transfer.buffers
         if buffers := [*self._model.buffers()]:

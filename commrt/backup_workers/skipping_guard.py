@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer steps that change nothing after gradients that did not count.
 
-On the training thread. It takes ``param.grad`` away before such a step, and puts it back after.
+On the thread that steps, asked by `optimizer_steps`. It takes ``param.grad`` away before such a
+step, and puts it back after.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class SkippingGuard(StepGuard):
     """A guard with which optimizer steps change nothing after gradients that did not count,
     whatever a loop calls.
 
-    `take_part` is called before each step, as parameters may change then.
+    `take_part` is called before each step, as parameters may change then. `BackupWorkersReplica`
+    sets `held_back` too, and `Standing` sets `steps`.
     """
 
     def __init__(self, *arguments: Any) -> None:

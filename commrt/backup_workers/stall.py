@@ -5,6 +5,7 @@ are called to a roll call, which finds out.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from commrt.elastic.elastic_membership import ElasticMembership
@@ -16,38 +17,51 @@ STALLED_S = 1.0
 """A reduction that takes so long may wait for a rank that is stopped."""
 
 
+@dataclass(slots=True)
+class _Reduction:
+    """One that may stall. Only `is_called` changes: the training thread sets it, once."""
+
+    generation: Generation
+    limit: Deadline
+    is_called: bool = False
+    """This rank has called all to a roll call, out of it."""
+
+
 class StallWatch:
     """Watches the reductions of one model.
 
-    `begin` runs on the communication thread, which then waits inside a reduction; `look` and `end`
-    on the training thread.
+    `begin` and `end` run on the communication thread, which alone writes the fields here, and waits
+    in a reduction in between. `look` runs on the training thread, which waits for the step then.
     """
 
     def __init__(self, membership: ElasticMembership) -> None:
         self._membership = membership
         self._patience_s = STALLED_S
-        self._running: tuple[Generation, Deadline] | None = None
-        self._called: Generation | None = None  # by this rank, out of its latest reduction
+        self._latest: _Reduction | None = None
+        self._is_running = False
 
     def begin(self) -> None:
         """A reduction begins. It may take twice as long as before if the roll call before it has
         found that nobody was missing.
         """
         generation = self._membership.generation
-        if self._called is not None:
-            was_slow = generation.connected == self._called.connected
+        before = self._latest
+        if before is not None and before.is_called:
+            was_slow = generation.connected == before.generation.connected
             self._patience_s = 2 * self._patience_s if was_slow else STALLED_S
-            self._called = None
-        self._running = generation, Deadline(self._patience_s)
+        self._latest = _Reduction(generation, Deadline(self._patience_s))
+        self._is_running = True
 
     def look(self) -> None:
         """Call all ranks to a roll call if the reduction takes too long."""
-        running = self._running
-        if running is not None and running[1].left_s <= 0:
-            self._running = None
-            self._called = running[0]
-            start_call(partial(self._membership.member.roster.call_members, running[0]))
+        latest = self._latest
+        if latest is None or latest.is_called or not self._is_running:
+            return
+        if latest.limit.left_s <= 0:
+            latest.is_called = True
+            roster = self._membership.member.roster
+            start_call(partial(roster.call_members, latest.generation))
 
     def end(self) -> None:
-        """The step has ended."""
-        self._running = None
+        """The exchange of the step has ended."""
+        self._is_running = False

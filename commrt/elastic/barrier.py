@@ -2,7 +2,8 @@
 """How all members begin a collective together, and how they agree on whether it succeeded.
 
 A rank that does not come within the timeout is evicted, and the others begin without it. At the end
-all members vote: no rank uses a result that another member can never get.
+all members vote: no rank uses a result that another member can never get. All is said on the store:
+nothing here moves tensors or connections.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from threading import Event
 
 from commrt.elastic.member import Member
-from commrt.elastic.records import GATHERING, OPEN, RUNNING, UNEQUAL_STEPS, Arrival, Head
+from commrt.elastic.records import GATHERING, OPEN, RUNNING, Arrival, Head
 from commrt.elastic.roster import arrival_key, refusal_key
 from commrt.errors import DisagreementError
 from commrt.runtime.generation import Generation
@@ -26,10 +27,15 @@ WHOLE = "whole"
 LOST = "lost"
 REFUSED = "refused "
 """The outcomes of a vote; a refusal is followed by its reason."""
+UNEQUAL_STEPS = (
+    "put the loop into `with replica.join():` if ranks have different numbers of batches, and run"
+    " the same passes outside of no_sync() on all ranks"
+)
+OTHER_CALL = "make the same collective calls in the same order on all ranks"
 
 
 class Barrier:
-    """The collectives of one member.
+    """The collectives of one member, which counts them (`Member.begin_collective`).
 
     Used on the training thread, where a method does not say otherwise.
     """
@@ -57,7 +63,7 @@ class Barrier:
         `DisagreementError` on all ranks if one came to another collective, or after another number
         of steps, `DeadlineExceeded` if too few come, `QuorumLost`, `Evicted`.
         """
-        self._member.collective += 1
+        self._member.begin_collective()
         while (generation := self._all_come(Arrival(step, what, made=made), require_open)) is None:
             change()
         # of ranks that have ended since
@@ -85,23 +91,33 @@ class Barrier:
             arrivals = member.roster.arrivals(key)
             # first, as a rank that came to something else has gone on
             self._require_same(own, arrivals)
+            is_current = head.generation.number == generation.number
+            all_are_here = arrivals.keys() >= generation.members.keys() and not generation.silent
+            if all_are_here and is_current and not head.has_begun(number):
+                head = member.roster.change(head, head._replace(phase=RUNNING))
             if head.has_begun(number):
                 break
             if head.generation.number != generation.number:
                 return None
-            if arrivals.keys() >= generation.members.keys() and not generation.silent:
-                if member.roster.change(head, head._replace(phase=RUNNING)).has_begun(number):
-                    break
-            # A roll call that has begun decides who lives, and takes a timeout itself.
-            elif (
-                limit.waited_s < CHECK_S
-                or member.rank not in arrivals  # the others went on, and have deleted the key
-                or member.roster.is_roll_call(generation)
-                or not member.propose_without_absent(head, arrivals, own.what, limit)
-            ):
+            if all_are_here or not self._has_proposed(head, arrivals, own.what, limit):
                 Event().wait(pause_s)
         self._delete_keys_of_last(generation, key)
         return generation
+
+    def _has_proposed(
+        self, head: Head, arrivals: Mapping[int, Arrival], what: str, limit: Deadline
+    ) -> bool:
+        """Propose a generation without those that do not come to `what`, if it is time to; return
+        True if it was.
+        """
+        member = self._member
+        # where this rank is missing, the others went on, and have deleted the key
+        if limit.waited_s < CHECK_S or member.rank not in arrivals:
+            return False
+        # a roll call that has begun decides who lives, and takes a timeout itself
+        if member.roster.is_roll_call(head.generation):
+            return False
+        return member.propose_without_absent(head, arrivals, what, limit)
 
     def _begin_gathering(self) -> Head:
         member = self._member
@@ -113,7 +129,10 @@ class Barrier:
         return head
 
     def _require_same(self, own: Arrival, arrivals: Mapping[int, Arrival]) -> None:
-        found = {rank: text for rank, other in arrivals.items() if (text := own.difference(other))}
+        """Raise `DisagreementError` on all ranks if one of `arrivals` cannot meet `own`."""
+        found = {
+            rank: text for rank, other in arrivals.items() if (text := _difference(own, other))
+        }
         for rank, (ours, theirs, advice) in sorted(
             found.items(), key=lambda each: each[1][2] != UNEQUAL_STEPS
         ):
@@ -214,3 +233,11 @@ class Barrier:
     def _decide(self, key: str, outcome: str) -> str:
         """Return the outcome that stands: the first one."""
         return str(self._store.compare_set(f"{key}/outcome", "", outcome).decode(errors="replace"))
+
+
+def _difference(own: Arrival, other: Arrival) -> tuple[str, str, str] | None:
+    """Return what each of the two comes to and what to do, or None if they may meet."""
+    if own.made != other.made and None not in (own.made, other.made):
+        ours, theirs = (f"{each.what} after {each.made} steps" for each in (own, other))
+        return ours, theirs, UNEQUAL_STEPS
+    return None if own.what == other.what else (own.what, other.what, OTHER_CALL)

@@ -68,7 +68,7 @@ def survive_losses(
     made: Callable[[], int | None] = lambda: None,
 ) -> ElasticMembership:
     """Let `world`, which can connect again, survive lost ranks from now on, for the `model`-th that
-    was attached; return its membership.
+    was attached; return its membership, which it has from now on.
 
     See `Member` for `needed`. ``made()`` is how many steps the model's loop has made: ranks that
     meet in a collective compare that first. Collective. A process that takes a lost rank's place
@@ -99,9 +99,13 @@ class ElasticMembership(Membership):
     """The generations of one world, how a rank moves from one to the next, and collectives that
     survive lost ranks.
 
-    On the training thread: `collective`, `together`, `begin_call`, and all that follows them. On
-    the communication thread: `recover`, `break_connections`, `ensure_generation` and `wait_for`. On
-    any thread: the others.
+    Methods stand below by the thread that may call them. Written here of others: the connections of
+    the world's transport, its `membership` when this one ends, and the member's generation
+    (`restart_at_step`) and connection to the store (`close`).
+
+    The communication thread writes `failures` and the attributes of the generation. The training
+    thread sets `failures` to 0 at the end of `together`, where all members have exchanged, and the
+    generation in `restart_at_step`, where nothing is in flight.
     """
 
     is_elastic = True
@@ -121,17 +125,18 @@ class ElasticMembership(Membership):
         """The number of the model that it is for."""
         self._world = world
         self._transport = world.transport
-        self._lock = Lock()  # around a change of the generation
+        self._lock = Lock()  # around a change of the generation, and of `wanted`
         self.wanted = 0
         """The generation to come to before the next exchange: others form it, or this rank broke
-        its connections.
+        its connections. Only grows; written by `_want`, on any thread.
         """
-        # where the members vote next on the collective that runs; None once it was refused
+        # where the members vote next on the collective that runs; None once it was refused, and
+        # outside of one; the training thread's, but `submit` reads it
         self._due: Generation | None = None
         self._made = made
         self.while_waiting: Callable[[], None] = lambda: None
         """Called now and then while this rank waits for others to come to a collective, on the
-        training thread.
+        training thread. Local SGD sets it, once, when it attaches.
         """
         store = PrefixStore("elastic", store_of_model(world.store, self.model))
         self.member = Member(
@@ -145,6 +150,7 @@ class ElasticMembership(Membership):
         )
         self.needed = self.member.needed
         self.barrier = Barrier(self.member)
+        """Of the collectives; the exchanges of local SGD vote with it too."""
 
     # on any thread
 
@@ -174,7 +180,7 @@ class ElasticMembership(Membership):
         """Run `task` on the communication thread, which goes on if it loses a rank; ``result()``
         raises that.
         """
-        return self._comm_thread.submit(partial(self._recovering, task, self._due))
+        return self._comm_thread.submit(partial(self._do_or_recover, task, self._due))
 
     def require_open(self) -> None:
         """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun
@@ -288,11 +294,11 @@ class ElasticMembership(Membership):
         self.break_connections(failure)
         self.ensure_generation()
 
-    def _recovering(self, task: Callable[[], T], due: Generation | None) -> T:
+    def _do_or_recover(self, task: Callable[[], T], due: Generation | None) -> T:
         """Do `task`, in generation `due` if one is given; move on if a rank is lost, and raise
         that.
         """
-        lost = self._lost("the ranks formed a new generation meanwhile")
+        lost = self._peer_lost("the ranks formed a new generation meanwhile")
         if due is not None and due.number != self.number:
             raise RecoveredError(lost)
         try:
@@ -307,14 +313,15 @@ class ElasticMembership(Membership):
     def _leave(self, due: Generation, error: CommrtError) -> Generation:
         """Leave generation `due` after `error`, unless that was done; return the one after it."""
         if self.number == due.number:
-            refused = self._lost("a rank refused a collective")
+            refused = self._peer_lost("a rank refused a collective")
             self.recover(error if isinstance(error, TransportError) else refused)
         return self.generation
 
     def _follow(self) -> None:
+        """Come to the generation that stands on the store."""
         self.ensure_generation(self.member.current().number)
 
-    def _lost(self, why: str) -> PeerLost:
+    def _peer_lost(self, why: str) -> PeerLost:
         return PeerLost(why, Place(self._transport.rank))
 
     # on the training thread: collectives
@@ -361,7 +368,7 @@ class ElasticMembership(Membership):
             due = self._due or here
             self._due = here
             # 2. work, if that is the one where the work is due
-            error: CommrtError = self._lost("another rank lost a peer in a collective")
+            error: CommrtError = self._peer_lost("another rank lost a peer in a collective")
             is_done = False
             if due.number == here.number:
                 try:
@@ -482,7 +489,9 @@ class ElasticMembership(Membership):
                 self.member.stay_while(self.member.ranks_alive)
 
     def close(self) -> None:
-        """Release the store; call it after `end_membership`."""
+        """Release the store, with a stand-in for the member's connection; call it after
+        `end_membership`.
+        """
         self.member.store.connection = HashStore()
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes live, which ranks reach each other, and who must leave where two do not.
+"""Which processes live, and which of them reach this one with more than small packets.
 
-The members of a generation send to each other, so each must reach all others: not only with
-small packets. A rank that answers a roll call therefore asks every member's `Listener` for a
-message that no single packet holds.
+The members of a generation send to each other, so each must reach all others. A rank that answers a
+roll call therefore asks every member's `Listener` for a message that no single packet holds. It
+touches sockets only; `next_generation` says who must leave where two do not reach each other.
 
 All are asked at once: a host that is out of reach takes longest, and there may be many of them.
 Sockets keep the time of the machine, whatever a test's clock says.
@@ -29,7 +29,7 @@ RECEIVED_NBYTES = 1 << 16
 """At most so much is taken at once."""
 
 
-def begin_connection(address: str) -> tuple[socket.socket, int]:
+def _begin_connection(address: str) -> tuple[socket.socket, int]:
     """Return a socket that connects to a `Listener.address`,
     and the error number if that failed.
     """
@@ -51,7 +51,7 @@ def probe(addresses: Collection[str], limit_s: float) -> dict[str, bool | None]:
     with selectors.DefaultSelector() as selector:
         for address in found:
             with suppress(OSError, UnicodeError):  # no name, or this process has no sockets left
-                connection, error = begin_connection(address)
+                connection, error = _begin_connection(address)
                 if error == 0:
                     selector.register(connection, selectors.EVENT_WRITE, address)
                 else:
@@ -86,15 +86,15 @@ class _Missing:
 
 
 class LinkCheck:
-    """Asks ranks, by their `addresses`, for `MESSAGE`. One thread uses it.
+    """Asks ranks, by their `addresses`, for `MESSAGE`. The thread that makes it uses it, and closes
+    it.
 
     It asks again after `again_s`, and after twice as long each time, over one connection more:
     where packets are lost or late, a message may need longer.
     """
 
     def __init__(self, addresses: Mapping[int, str], again_s: float) -> None:
-        self.unreached = set(addresses)
-        """The ranks that have not sent a whole message so far."""
+        self._unreached = set(addresses)  # the ranks that have not sent a whole message so far
         self._addresses = addresses
         self._again_s = again_s
         self._selector = selectors.DefaultSelector()
@@ -102,14 +102,14 @@ class LinkCheck:
 
     def _ask(self) -> None:
         self._asked_s = monotonic()
-        for rank in self.unreached:
+        for rank in self._unreached:
             with suppress(OSError):  # no sockets left: ask again
                 # an error comes up when it is read
-                connection, _ = begin_connection(self._addresses[rank])
+                connection, _ = _begin_connection(self._addresses[rank])
                 self._selector.register(connection, selectors.EVENT_READ, _Missing(rank))
 
     def look(self, wait_s: float = 0.0) -> set[int]:
-        """Receive for at most `wait_s` what ranks send, and return a copy of `unreached`."""
+        """Receive for at most `wait_s` what ranks send; return those that sent no whole message."""
         if monotonic() - self._asked_s >= self._again_s:
             self._again_s *= 2
             self._ask()
@@ -119,7 +119,7 @@ class LinkCheck:
                 self._receive(key)
             if not ready:
                 break
-        return set(self.unreached)
+        return set(self._unreached)
 
     def _receive(self, key: selectors.SelectorKey) -> None:
         connection = key.fileobj
@@ -129,7 +129,7 @@ class LinkCheck:
                 missing.nbytes -= nbytes
                 if missing.nbytes > 0:
                     return
-                self.unreached.discard(missing.rank)
+                self._unreached.discard(missing.rank)
         self._end(connection)
 
     def _end(self, connection: object) -> None:

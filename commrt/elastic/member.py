@@ -22,7 +22,7 @@ from commrt.elastic.next_generation import (
     Attendance,
     Terms,
     next_generation,
-    require_enough,
+    require_quorum,
 )
 from commrt.elastic.processes import Processes
 from commrt.elastic.records import OPEN, RUNNING, Arrival, Head
@@ -53,9 +53,11 @@ class Member:
     left after an eviction. Without `needed` no new process becomes a member.
 
     On the communication thread: `roll_call` and `adopt`. On the training thread: the methods that
-    join, `propose_without_absent`, and `stay_while`. On any thread: the others. A thread of this
-    object, the watcher, calls `on_roll_call` with the number of the generation that other ranks
-    want to form, as often as they do.
+    join, `begin_collective`, `propose_without_absent` and `stay_while`. On any thread: the others.
+    The watcher, a thread of this object, calls `on_roll_call` with the number of the generation
+    that other ranks want to form, as often as they do.
+
+    It talks to others by the store, and moves no connection: `ElasticMembership` does that.
     """
 
     def __init__(
@@ -76,17 +78,22 @@ class Member:
         self.rank = rank
         self.timeout_s = timeout_s
         self.generation = founders
-        """The one in which this rank exchanges."""
+        """The one in which this rank exchanges.
+
+        Written by `adopt`; by the training thread where nothing is exchanged: when this process
+        joins, and in `ElasticMembership.restart_at_step`.
+        """
         self.collective = 0
-        """How many collectives this rank has come to."""
-        self.admits = needed is not None
+        """How many collectives this rank has come to; written by the training thread only."""
+        self._admits = needed is not None
         self.needed = needed(0) if needed else 0
         self._needed = needed
         self._founders = founders.ranks
         self._on_roll_call = on_roll_call
         self._closed = Event()
         self._watcher: threading.Thread | None = None
-        self._watched = 0  # the generation whose roll call the watcher waits for
+        # the generation whose roll call the watcher waits for; its own once it has begun
+        self._watched = 0
 
     # what is current
 
@@ -106,7 +113,9 @@ class Member:
         return self.require_member(self.roster.head())
 
     def require_member(self, head: Head) -> Head:
-        """Return `head`; raise `Evicted` if this process is not a member of its generation."""
+        """Return `head`; raise `Evicted` if this process is not a member of its generation, which
+        also ends its watcher.
+        """
         generation = head.generation
         if generation.members.get(self.rank) != self.processes.incarnation:
             self._closed.set()
@@ -120,6 +129,10 @@ class Member:
         come.
         """
         return 0 if self._needed is None else self._needed(len(generation.connected))
+
+    def begin_collective(self) -> None:
+        """Count one more collective to which this rank comes."""
+        self.collective += 1
 
     # who is there
 
@@ -193,7 +206,7 @@ class Member:
         Raises `Evicted` instead if the others went on without this rank.
         """
         try:
-            require_enough(generation, departed, self.needed, Place(self.rank, step=step))
+            require_quorum(generation, departed, self.needed, Place(self.rank, step=step))
         except QuorumLost:
             self.current()
             raise
@@ -264,7 +277,7 @@ class Member:
 
     def _joining(self, head: Head) -> dict[int, int]:
         """Return the living processes that want to come now, by rank."""
-        if not self.admits:
+        if not self._admits:
             return {}
         found = self.roster.joining(head)
         gone = self.processes.gone(found)
@@ -314,7 +327,7 @@ class Member:
             )
         self.processes.replace(is_new=self.rank not in self._founders)
         limit = Deadline(self.timeout_s())
-        while not self._is_admitted(fetch_state, limit):
+        while not self._try_to_join(fetch_state, limit):
             if limit.left_s <= 0:
                 what = (
                     "the other ranks are in a collective, or did not answer, for"
@@ -324,7 +337,8 @@ class Member:
             Event().wait(POLL_MOST_S)
         self._start()
 
-    def _is_admitted(self, fetch_state: Callable[[], bool], limit: Deadline) -> bool:
+    def _try_to_join(self, fetch_state: Callable[[], bool], limit: Deadline) -> bool:
+        """Take the state of others, and ask to join; return True if this process is a member."""
         self.processes.require_latest()
         head = self.roster.head()
         self.generation = head.generation  # liveness checks of sources need the processes of now

@@ -83,7 +83,7 @@ def next_generation(seen: Attendance, terms: Terms) -> Generation | None:
     losses = [loss._replace(step=start, by=terms.rank) for loss in lost]
     after = generation.successor(losses, start, silent=silent, joined=seen.joining)
     if not _are_enough(after.ranks, generation, terms.needed, losses):
-        raise quorum_lost(generation, losses, terms.needed, Place(terms.rank, step=start))
+        raise _quorum_lost(generation, losses, terms.needed, Place(terms.rank, step=start))
     return after
 
 
@@ -114,7 +114,7 @@ def _are_enough(
     return is_half and len(ranks) + finished + before >= needed
 
 
-def require_enough(
+def require_quorum(
     generation: Generation, departed: Sequence[Loss], needed: int, place: Place
 ) -> None:
     """Raise `QuorumLost`, of the rank and step of `place`, if too few ranks of `generation` are
@@ -123,10 +123,10 @@ def require_enough(
     gone = {loss.rank for loss in departed}
     left = [rank for rank in generation.ranks if rank not in gone]
     if not _are_enough(left, generation, needed, departed):
-        raise quorum_lost(generation, departed, needed, place)
+        raise _quorum_lost(generation, departed, needed, place)
 
 
-def quorum_lost(
+def _quorum_lost(
     generation: Generation, departed: Sequence[Loss], needed: int, place: Place
 ) -> QuorumLost:
     """Return the error of `place` where those that have `departed` leave too few of `generation`.

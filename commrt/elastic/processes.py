@@ -1,33 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which processes have the ranks' places, and which of them live.
 
-Each process listens on a port that its kernel closes when it ends, however it ends. A broken
-connection says nothing, and a store does not know who has died. A process that is only stopped
-still counts as alive: its kernel answers.
+They are written on the store: for each rank its latest process, and where that listens. Whether a
+process lives is asked there, as a store does not know who has died.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import re
-import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from threading import Event
 
 from commrt.elastic.links import HEALTHY_S, LinkCheck, probe, send_message
-from commrt.errors import TransportError, UsageError
-from commrt.store.addresses import own_address
+from commrt.elastic.listener import Listener
+from commrt.errors import UsageError
 from commrt.store.client import TimedStore
 from commrt.store.parsing import parse, require, typed
-from commrt.store.rendezvous import listen
 from commrt.threads.deadline import Timeouts
-from commrt.threads.forking import release_in_forked_child
-from commrt.threads.starting import start_thread
 
-CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
-"""What ``accept`` reports for a socket that was closed."""
 UNKNOWN = ""
 REPLACED = "another process has its place"
 NO_ADDRESSES = (UNKNOWN, REPLACED)
@@ -35,56 +25,11 @@ NO_ADDRESSES = (UNKNOWN, REPLACED)
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
 
 
-class Listener:
-    """Shows that this process lives, to every process that can reach the host `towards`.
-
-    A thread calls `serve` with each connection. The default closes it.
-    """
-
-    def __init__(
-        self,
-        towards: str,
-        serve: Callable[[socket.socket], None] = socket.socket.close,
-        name: str = "commrt-liveness",
-    ) -> None:
-        host = own_address(towards)
-        try:
-            self._socket = listen(host)
-        except OSError as error:
-            raise TransportError(
-                f"this process cannot listen at {host} ({error}): is there a limit on open files"
-                " (`ulimit -n`)"
-            ) from error
-        self.address = f"{host} {self._socket.getsockname()[1]}"
-        release_in_forked_child(self)
-        start_thread(_accept, name, self._socket, serve)
-
-    def close(self) -> None:
-        """Stop listening, so that the process counts as gone. Safe to call twice."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would keep it open
-        self._socket.close()
-
-    def leave_to_parent(self) -> None:
-        """Close the socket in a forked child, which must not answer for its parent."""
-        self._socket.close()
-
-
-def _accept(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-    while listener.fileno() >= 0:
-        try:
-            client = listener.accept()[0]
-        except OSError as error:
-            if error.errno in CLOSED_ERRNOS:
-                return
-            Event().wait(1.0)  # no descriptors left; the kernel answers meanwhile
-            continue
-        serve(client)
-
-
 class Processes:
-    """The processes of all ranks: which one has a rank's place now, and whether it lives. On any
-    thread.
+    """The processes of all ranks: which one has a rank's place now, and whether it lives.
+
+    On any thread, but for `register` and `replace`, which are the training thread's. Two threads
+    that ask at once may forget that a host was silent, and ask it for longer.
 
     Each process writes its incarnation (how many processes had the rank's place before it) and its
     address on the store. Without a `host` that all can reach (ranks are threads of one process) no
@@ -98,10 +43,10 @@ class Processes:
         self._rank = rank
         self._timeout_s = timeout_s
         self._listener = None if host is None else Listener(host, send_message)
-        self._addresses: dict[tuple[int, int], str] = {}  # by rank and incarnation
+        self._addresses: dict[tuple[int, int], str] = {}  # by rank and incarnation; they stay
         self._silent = frozenset[str]()  # addresses whose hosts gave no answer the last time
         self.incarnation = 0
-        """Of this process."""
+        """Of this process; `replace` sets it, before this process is a member."""
 
     def register(self) -> None:
         """Publish the address of this process, the first of its rank."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What members write on the store, as values: the head, and that a rank has come.
+"""What members write on the store, as values and as text: the head, and that a rank has come.
 
 The head holds the current generation, so a generation is either the current one or not, for
 everybody at once. It also says how far the latest collective has come, so that two things follow
@@ -20,11 +20,6 @@ OPEN = "open"
 GATHERING = "gathering"
 RUNNING = "running"
 """Of the latest collective: no rank is in it, ranks wait for the others, all members have come."""
-UNEQUAL_STEPS = (
-    "put the loop into `with replica.join():` if ranks have different numbers of batches, and run"
-    " the same passes outside of no_sync() on all ranks"
-)
-OTHER_CALL = "make the same collective calls in the same order on all ranks"
 
 
 class Head(NamedTuple):
@@ -72,10 +67,3 @@ class Arrival(NamedTuple):
     """How many steps its loop has made: all ranks that meet must have made as many. None where they
     may differ, with backup workers and in ``join()``.
     """
-
-    def difference(self, other: Arrival) -> tuple[str, str, str] | None:
-        """Return what each of the two comes to and what to do, or None if they may meet."""
-        if self.made != other.made and None not in (self.made, other.made):
-            own, theirs = (f"{each.what} after {each.made} steps" for each in (self, other))
-            return own, theirs, UNEQUAL_STEPS
-        return None if self.what == other.what else (self.what, other.what, OTHER_CALL)

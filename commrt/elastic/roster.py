@@ -57,12 +57,16 @@ def wake_key(rank: int, target: int) -> str:
 
 
 class Roster:
-    """The records of one model's members, as `rank` reads and writes them."""
+    """The records of one model's members, as `rank` reads and writes them.
+
+    The first one made writes the first head, of the `founders`.
+    """
 
     def __init__(self, store: TimedStore, rank: int, founders: Generation) -> None:
         self.store = store
         self._rank = rank
-        self._known = b"", Head(founders)  # the latest head that was read, also as text
+        # the latest head that was read, also as text; each thread that reads one replaces the pair
+        self._known = b"", Head(founders)
         self.change(None, Head(founders))
 
     @property

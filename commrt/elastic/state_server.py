@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server in each rank from which others get its state: a late rank, or one that comes."""
+"""A server in each rank from which others get its state, and the request with which they ask it.
+
+Others are a late rank, or one that comes. What the bytes mean is decided elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 
-from commrt.elastic.processes import Listener
+from commrt.elastic.listener import Listener
 from commrt.errors import TransportError
 from commrt.store.parsing import parse, require
 from commrt.threads.starting import start_thread
@@ -33,7 +36,10 @@ MAX_SILENT = 16
 
 class StateServer(Listener):
     """Answers requests of processes that can reach the host `towards`; a thread per client calls
-    `give`.
+    `give`, with the number that was asked for.
+
+    ``give`` yields once when it can answer, and then the answer; if it yields nothing, that is no.
+    The listener's thread adds to `_silent` and the clients' take out, under `_lock`.
     """
 
     def __init__(self, towards: str, give: Callable[[int], Generator[bytes]]) -> None:
@@ -43,6 +49,7 @@ class StateServer(Listener):
         self._silent: deque[socket.socket] = deque()
         """Clients that have sent no password yet, in the order in which they came."""
         self._lock = threading.Lock()
+        # last, as it starts the thread that calls `_admit`
         super().__init__(towards, self._admit, "commrt-state-server")
         self.address += f" {self._password.hex()}"
 
@@ -55,10 +62,10 @@ class StateServer(Listener):
         try:
             start_thread(self._serve, "commrt-state-server", client)
         except TransportError:  # the system has no more threads
-            self._is_silent_no_more(client)
+            self._end_silence(client)
             client.close()
 
-    def _is_silent_no_more(self, client: socket.socket) -> bool:
+    def _end_silence(self, client: socket.socket) -> bool:
         """Forget that `client` is silent; return False if it was disconnected meanwhile."""
         with self._lock, suppress(ValueError):
             self._silent.remove(client)
@@ -70,7 +77,7 @@ class StateServer(Listener):
             try:
                 number = self._request(client)
             finally:
-                is_kept = self._is_silent_no_more(client)
+                is_kept = self._end_silence(client)
             if number is not None and is_kept and self._free_slots.acquire(blocking=False):
                 try:
                     self._answer(client, number)

@@ -100,7 +100,7 @@ def stopped_in_a_question(tell, victim, timeout_s):
     """While a step's question to the store is on its way, for longer than the store may take."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
-    vote = replica._backup_step.votes
+    vote = replica._exchange._votes
     connection = vote._connection
 
     class Stopping:

@@ -9,7 +9,7 @@ from fault_cost import network
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.elastic.processes import Listener
+from commrt.elastic.listener import Listener
 from commrt.training.tensor_bytes import fingerprint
 
 STRIKE = 5

@@ -69,7 +69,7 @@ class Progress:
 
     def tell_of(self, replica):
         """As `tell`; asks for the version on this rank without waiting for it, as `step` would."""
-        self.tell(replica._backup_step.version)
+        self.tell(replica._standing.version)
 
     def wait_for(self, step):
         with self.changed:
