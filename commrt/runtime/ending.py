@@ -27,7 +27,7 @@ from commrt.threads.comm_thread import EXIT_S, CommThread
 from commrt.transport.by_device import TransportByDevice
 
 UNFINISHED = "its process ended, and no world.close() before that had said that its data has ended"
-# not empty once Python has begun to end the process, before handlers of atexit
+# not empty once Python has begun to end the process, before handlers of atexit: it adds to it
 _process_ends: list[bool] = []
 threading._register_atexit(partial(_process_ends.append, True))  # type: ignore[attr-defined]  # noqa: SLF001  # nothing else is called before those
 
@@ -65,6 +65,7 @@ class Ending:
     def __init__(self, world: EndingWorld, release: Callable[[], None]) -> None:
         self._world = world
         self._release = release
+        # written by `close_during` and, in a forked child, by `leave_to_parent`
         self._state: Literal["open", "closed", "left to the parent"] = "open"
         self.late_failure: TransportError | None = None
         """The latest error that ended an exchange on a GPU, written by `on_late_failure` only."""

@@ -79,7 +79,7 @@ class RunnableProgram(ABC):
 class Landing(NamedTuple):
     """A receive into [begin, end) that no later hop uses.
 
-    On a CPU who bound the program may set `target` to other memory of that size (``Tensor.set_``).
+    On a CPU who bound the program may point `target` to other memory of that size between runs.
     """
 
     target: Tensor

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`init`: a process joins its world by a running group, a launcher's variables, or alone."""
+"""`init`: a process joins its world by a running group, a launcher's variables, or alone.
+
+It keeps the current world of the process, closes it at exit, and forgets it in a forked child. For
+one thread at a time: what is kept here is written by `init`, and in the child.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +41,18 @@ from commrt.transport.protocol import Transport
 
 _log = logging.getLogger("commrt")
 _current: World | None = None
+"""The world of the last `init`, perhaps closed."""
 _opened = 0
 """Worlds that this process has opened; keeps their keys apart on one store."""
 _joined: set[tuple[str, int]] = set()
 """Addresses of the stores where this process has met other ranks."""
-TOWARDS = "towards"
-"""The key of `Start.towards`, for processes that come later."""
 _inherited: list[object] = []
 """Addresses and groups of the parent of this forked process.
 
 The parent is a rank there, so the child cannot be one.
 """
+TOWARDS = "towards"
+"""The key of `Start.towards`, for processes that come later."""
 
 
 def current() -> World:

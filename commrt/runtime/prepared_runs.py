@@ -46,6 +46,9 @@ class PreparedRuns:
 
     Memory that a buffer has left, by ``buffer.data = ...``, is freed when the buffer runs again, or
     dies. An error that all ranks raise alike, before anything is sent, leaves the world usable.
+
+    `run` is for the communication thread, or one that has its turn, and alone prepares; `known` and
+    `require_possible` are for any thread. The world calls `forget` when no task runs.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class PreparedRuns:
         self._prepared = Prepared[_Run](world, RUNS_KEPT)
 
     def known(self, schedule: Schedule, buffer: Tensor) -> BoundProgram | None:
-        """Return what `run` would only run, else None. On any thread."""
+        """Return what `run` would only run, else None."""
         found = self._prepared.known(schedule, ref(buffer))
         if found is None or found.place != (
             buffer.data_ptr(),
@@ -70,7 +73,7 @@ class PreparedRuns:
         return found.program
 
     def require_possible(self, schedule: Schedule, buffer: Tensor) -> None:
-        """Raise `UsageError` if `schedule` cannot run on `buffer`. On any thread."""
+        """Raise `UsageError` if `schedule` cannot run on `buffer`."""
         _require_row(buffer)
         if self.known(schedule, buffer) is None:
             # raises for a device or dtype that it cannot move
@@ -80,7 +83,7 @@ class PreparedRuns:
     def run(
         self, schedule: Schedule, buffer: Tensor, tag: Tag, recorder: Recorder | None = None
     ) -> None:
-        """Run `schedule`, of all ranks, on `buffer` [numel]. On the communication thread."""
+        """Run `schedule`, of all ranks, on `buffer` [numel]; prepares a new one."""
         program = self.known(schedule, buffer) or self._prepare(schedule, buffer)
         program.run(tag, recorder)
 

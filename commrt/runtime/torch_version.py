@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of torch that commrt was tested with (``dev/versions.py``); what it says of others."""
+"""Versions of torch that commrt was tested with (``dev/versions.py``), and what others are told."""
 
 from __future__ import annotations
 

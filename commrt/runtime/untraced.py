@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps torch's compiler out of what runs between the graphs of a compiled model or step."""
+"""Keeps torch's compiler out of what runs between the graphs of a compiled model or step.
+
+It marks code objects for torch as modules are imported, by parts of torch that are not public.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels for values: a dtype, or a quantized wire, which names the module that carries it."""
+"""What travels for values: a dtype, or a quantized wire, which names the module that carries it.
+
+Pure checks and choices, for any thread, and the protocols of what stands above; no wire is named.
+"""
 
 from __future__ import annotations
 

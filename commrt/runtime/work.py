@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer that runs while its caller does something else."""
+"""A transfer that runs while its caller does something else, as a handle like torch.distributed's.
+
+It waits for a future of the communication thread, and touches nothing of a world.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ _log = logging.getLogger("commrt")
 class Work:
     """A transfer begun with ``async_op=True``, with the methods of torch.distributed's ``Work``.
 
-    Only the thread that began the transfer may use it. Nothing else may touch the tensor until the
-    transfer is completed. The transfer ends by the world's deadline, whether anybody waits for it
-    or not. An error is raised by `wait` and by the future; if nobody asks for it, it is logged.
+    Only the thread that began the transfer may use it; callbacks run on the thread that ends it.
+    Nothing else may touch the tensor until the transfer is completed. The transfer ends by the
+    world's deadline, whether anybody waits for it or not. An error is raised by `wait` and by the future; if nobody asks for it, it is logged.
     """
 
     def __init__(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that may wait, each on a thread that no other call uses meanwhile.
+"""Calls that may wait, such as for a store, each on a thread that no other call uses meanwhile.
+
+Any thread may start calls: what is kept here changes by single operations of lists and sets only.
 
 Not ``concurrent.futures``: the interpreter waits at its end for the threads of an executor, and
 some of these calls wait for a store that is gone.
@@ -51,7 +53,7 @@ def outwait_calls(limit_s: float) -> None:
 def _work(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
     while True:
         _run(*calls.get())  # a function of its own, as an idle thread must keep nothing alive
-        _idle.append(calls)
+        _idle.append(calls)  # this thread offers itself to the next call
 
 
 def _run(call: Callable[[], Any], future: Future[Any]) -> None:

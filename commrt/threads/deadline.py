@@ -27,7 +27,7 @@ PARTS = 4
 class Clock:
     """What tells all deadlines of a process the time.
 
-    Read from any thread; a test sets its attributes.
+    Read from any thread; only a test sets its attributes.
     """
 
     def __init__(self) -> None:

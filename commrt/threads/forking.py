@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forked child must give up: connections and threads of its parent."""
+"""What a forked child must give up: connections and threads of its parent.
+
+Any thread may add an object, which is kept weakly; it is called in a child's only thread.
+"""
 
 from __future__ import annotations
 

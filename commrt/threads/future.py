@@ -47,15 +47,20 @@ class Future(Generic[T]):
 
     On a GPU it may be set while work is still queued. `result` then lets the current stream of its
     caller wait for that work; the calling thread does not wait.
+
+    `setter` is the communication thread, if it sets the result: it is asked who calls, and to watch
+    callbacks. All methods but those that set are for any thread.
     """
 
     def __init__(self, setter: _Setter | None = None) -> None:
+        # written by the thread that sets the result, `_is_done` last, and read when that is True
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._is_done = False
-        self._setter = setter
         self._streams = HOST
         self._end = DONE
+        self._is_done = False
+        self._setter = setter
+        # any thread adds to them, and the one that sets or finds the result takes them out
         self._callbacks: list[Callable[[Future[T]], None]] = []
         self._lock = threading.Lock()  # acquired and released in C; held until the result is set
         self._lock.acquire()

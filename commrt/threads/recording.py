@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranges of time, for torch's profiler, Nsight Systems or a timeline in a browser.
 
-Ranges of one thread are nested. They cover host time: on a GPU, the time to queue the work. Nsight
+Recorders write down what they are told, on the thread that tells it, and touch nothing else. Ranges
+of one thread are nested. They cover host time: on a GPU, the time to queue the work. Nsight
 Systems shows the time of the kernels beside it.
 """
 
@@ -111,7 +112,10 @@ TORCH = TorchProfiler()
 
 
 class Timeline:
-    """Keeps the first `EVENTS_KEPT` ranges of one rank, for `chrome_trace`."""
+    """Keeps the first `EVENTS_KEPT` ranges of one rank, for `chrome_trace`.
+
+    All threads that communicate write; read it when none does.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a daemon thread, or say which limit forbids that."""
+"""Start a daemon thread, or say which limit forbids that; on any thread, and nothing is kept."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams of a GPU, as a thread uses them.
+"""The streams of a GPU, as a thread uses them; and work that a thread captures as a graph.
 
 On a GPU a call returns once its work is queued on the calling thread's current stream. On a CPU
 work is done when its call returns, so streams and events do nothing there.
@@ -84,16 +84,18 @@ HOST = Streams()
 class CudaStreams(Streams):
     """The streams of one GPU.
 
-    They have a high priority: their blocks run first where there is no room for all.
+    They have a high priority: their blocks run first where there is no room for all. One thread
+    calls `enter`, before another uses what it makes; all else is for any thread.
     """
 
     queues = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # of the thread that has called `enter`
         self._first: torch.cuda.Stream | None = None
         self._second: torch.cuda.Stream | None = None
-        # by handle: making the object takes longer than using it
+        # by handle, and only added to: making the object takes longer than using it
         self._seen: dict[int, torch.cuda.Stream] = {}
 
     def use(self) -> None:
