@@ -27,7 +27,8 @@ class Work:
 
     Only the thread that began the transfer may use it; callbacks run on the thread that ends it.
     Nothing else may touch the tensor until the transfer is completed. The transfer ends by the
-    world's deadline, whether anybody waits for it or not. An error is raised by `wait` and by the future; if nobody asks for it, it is logged.
+    world's deadline, whether anybody waits for it or not. An error is raised by `wait` and by the
+    future; if nobody asks for it, it is logged.
     """
 
     def __init__(
