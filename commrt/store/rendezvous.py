@@ -107,7 +107,7 @@ def _listener(launch: Launch) -> int | None:
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Return a listening socket for `hold`; on a free port if none is given."""
+    """Return a listening socket, as `hold` takes it; on a free port if none is given."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory of one rank: segments that processes of its host can map, and tensors in them.
 
-Any thread may allocate, and let go of the last tensor of a segment. Knows no ranks: `freed` says
-what a transport must tell them.
+Any thread may allocate, find a tensor's segment, and let go of the last tensor of one. Knows no
+ranks: `freed` says what a transport must tell them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ class Arena:
 
     def __init__(self) -> None:
         self.freed: deque[int] = deque()
-        """Numbers of freed segments; the transport takes them out and tells the peers."""
-        self._segments: dict[int, Segment] = {}
+        """Numbers of freed segments, appended by whichever thread lets go of the last tensor.
+
+        `SharedTransport` takes them out, before an exchange, and tells the peers.
+        """
+        self._segments: dict[int, Segment] = {}  # by number, until `_free`
         self._numbers = count(1)
         self._lock = Lock()
-        self._memory: mmap.mmap | None = None  # the segment that new tensors are cut from
+        # the segment that new tensors are cut from, and its bytes that are taken; under the lock
+        self._memory: mmap.mmap | None = None
         self._used = 0
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -86,6 +90,7 @@ class Arena:
 
 
 def _free(number: int, segments: dict[int, Segment], freed: deque[int]) -> None:
+    """Close a segment; takes no lock, as garbage is collected anywhere, also in `allocate`."""
     os.close(segments.pop(number).fd)
     freed.append(number)
 

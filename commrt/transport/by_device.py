@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One transport made of several: for host memory, and for each GPU of the rank.
 
-Chooses by the device of the tensors, gives all transports one timeout, and ends them. Another
-thread may add a transport, or abort, while groups run.
+Chooses by the device of the tensors, gives all transports one timeout, and ends them. The thread
+that exchanges adds transports, between groups; `abort_host` is for any thread, and so is what
+others may call by the protocol.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class TransportByDevice(Transport):
     """Runs groups on `host`, or on the transport of a GPU for tensors that lie on it.
 
     `kind` has the names of all; `members`, `one_host` and `can_move_receives` are those of `host`.
+    `add` writes all four anew, and nothing else does.
     """
 
     def __init__(self, host: Transport, places: int | None = None) -> None:
@@ -28,11 +30,15 @@ class TransportByDevice(Transport):
         self.rank = host.rank
         self._timeout_s = host.timeout_s
         self.places = len(host.members) if places is None else places
+        """For how many ranks there is a place. Never changes."""
         self._by_device: dict[torch.device, Transport] = {}
         self.add(CPU, host)
 
     def add(self, device: torch.device, transport: Transport) -> None:
-        """Use `transport` for tensors on `device`, and close the one before; bound groups stay."""
+        """Use `transport` for tensors on `device`, and close the one before it.
+
+        Groups that are bound already stay bound to that. Sets the `timeout_s` of `transport`.
+        """
         before = self._by_device.get(device)
         transport.timeout_s = self._timeout_s
         self._by_device[device] = transport
@@ -64,7 +70,7 @@ class TransportByDevice(Transport):
 
     @property
     def timeout_s(self) -> float:
-        """The same for all transports."""
+        """The same for all transports: who sets it, on any thread, sets theirs."""
         return self._timeout_s
 
     @timeout_s.setter

@@ -76,7 +76,11 @@ class Packet(NamedTuple):
 
 
 class Channel:
-    """This rank's end of the socket to one peer, with the state of both ends. No call waits."""
+    """This rank's end of the socket to one peer, with the state of both ends. No call waits.
+
+    The public fields are for the transport and its `PeerExchange`, which takes out of `offers` and
+    only reads the others.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -100,6 +104,7 @@ class Channel:
         self._read: PacketQueue | None = None
         """The peer's packets, once it has told where they lie."""
         self._uses_memory = IS_ORDERED
+        """False where packets must travel on the socket."""
 
     def post(self, packets: Iterable[Packet], call: int) -> None:
         """Send `packets` for `call`; the peer comes to map segments in which bytes are offered."""

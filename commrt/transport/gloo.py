@@ -93,6 +93,7 @@ class GlooTransport(Transport):
         self._lazy = lazy
         self._used = set(() if lazy else range(len(members)))
         """Indices of members to which a connection may lead: any thread adds those that it uses."""
+        # reads all of the above
         self._gloo: Any = self._connect(store, address)
         """Gloo's own object; None once any thread has closed this one."""
         release_in_forked_child(self)
@@ -299,7 +300,8 @@ def _devices(address: str | None, *, lazy: bool) -> list[Any]:
 def _options(devices: list[Any], timeout_s: float) -> Any:
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-    options._devices, options._threads = devices, 2 * len(devices)  # noqa: SLF001  # as torch without options
+    options._devices = devices  # noqa: SLF001
+    options._threads = 2 * len(devices)  # noqa: SLF001  # as torch without options
     return options
 
 

@@ -3,7 +3,7 @@
 
 Also host memory that the GPU writes to, and kernels that signal in both: all that a transport of
 peers' memory asks of CUDA stands in one class, so that tests can do it in host memory. Any thread
-may call; knows no ranks.
+may call; knows no ranks, and keeps no list of what it gives.
 """
 
 from __future__ import annotations

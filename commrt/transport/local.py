@@ -32,7 +32,10 @@ from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
 
 @dataclass(slots=True, eq=False)
 class _Post:
-    """One end of a transfer that waits for its other end."""
+    """One end of a transfer that waits for its other end.
+
+    The thread of the rank that comes last writes `done` and `mismatch` of both ends.
+    """
 
     peer: int
     data: Tensor
@@ -42,7 +45,7 @@ class _Post:
 
 
 class Fabric:
-    """Connects the ranks of one process. All copies happen under its one lock."""
+    """Connects the ranks of one process. All copies between ranks happen under its one lock."""
 
     def __init__(self, ranks: int, timeout_s: float = 60.0) -> None:
         self.ranks = ranks
@@ -52,7 +55,8 @@ class Fabric:
             defaultdict[tuple[int, int], deque[_Post]](deque) for _ in range(2)
         )
         """What waits from one rank to another, oldest first."""
-        self.gone: set[int] = set()  # ranks that have left
+        self.gone: set[int] = set()
+        """Ranks that have left; `leave` adds them, on any thread."""
 
     def transport(self, rank: int) -> LocalTransport:
         """Return the transport of `rank`, for one thread at a time."""
@@ -138,7 +142,7 @@ class Fabric:
 
 
 class LocalTransport(Transport):
-    """One rank of a `Fabric`; a `Transport`."""
+    """One rank of a `Fabric`; a `Transport`. Its own state is `timeout_s` only."""
 
     kind = "local"
     one_host = True

@@ -6,7 +6,7 @@ namespace, so no file is left behind. A name is a hash of a secret, which is on 
 of the rank that is called. So a caller is known by the name of its socket: a name can be read from
 ``/proc/net/unix`` while it is in use, but nobody else can guess it before, or take it then.
 
-Done once, while a transport connects; the sockets are its own then.
+Done once, on the thread that connects a transport; the sockets are its own then.
 """
 
 from __future__ import annotations

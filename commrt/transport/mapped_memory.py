@@ -5,8 +5,8 @@ Each rank has a page with a word for every member, into which that member writes
 come. A rank reads a number that its peer has written to its page before it trusts the mapping:
 drivers have been wrong about what they can reach.
 
-Any thread may allocate a buffer, or let go of one; all else is for one thread at a time. Kernels
-write the words (`commrt.transport.signals`), never this module.
+Any thread may allocate a buffer, or let go of one; all else is for the thread that exchanges.
+Kernels write the words (`commrt.transport.signals`), never this module.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MappedMemory:
     """The members of one rank's host that read each other's memory. Collective, on its own store.
 
     `local_peers` is empty on all members of a host if one of them cannot map another's memory; then
-    `refusal` says why.
+    `refusal` says why, and this is closed. What is public never changes.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class MappedMemory:
         self.memory = memory
         self._used: dict[int, _Segment] = {}  # by address
         self._free: list[_Segment] = []
-        self._lock = threading.RLock()  # any thread may allocate, or let go of a buffer
-        self._keeps = True  # segments that nobody uses any more, for other buffers
+        self._lock = threading.RLock()  # around both; a collection amid one may release a segment
+        self._keeps = True  # until `close`: segments that nobody uses any more, for other buffers
         self._opened: dict[str, Any] = {}  # segments of peers, by handle
-        self._shares = 0
+        self._shares = 0  # calls of `share`
         self._page = memory.allocate((len(members) + 1) * WORD_NBYTES)
         self._pages = dict[int, Any]()
         nonce = secrets.randbits(62)
@@ -168,7 +168,7 @@ class MappedMemory:
         return _Segment(memory, address, nbytes, self.memory.handle(memory).hex())
 
     def _release(self, segment: _Segment) -> None:
-        """Take back a segment whose last array is gone."""
+        """Take back a segment whose last array is gone; called on any thread."""
         with self._lock:
             del self._used[segment.address]
             if self._keeps:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of transports, where to import each, and which one COMMRT_TRANSPORT asks for."""
+"""The names of transports, where to import each, and which one COMMRT_TRANSPORT asks for.
+
+Imports none of them, and keeps nothing.
+"""
 
 from __future__ import annotations
 

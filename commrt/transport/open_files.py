@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many files this process may open: sockets and segments of a transport are files.
 
-Changes the limit of the whole process; ranks do so as they start to connect.
+Changes the limit of the whole process, for good; ranks do so as they start to connect.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class PacketQueue:
         self._bytes = memory
         self._words = self._bytes.cast("Q")
         self._at = 0  # bytes that this end has written or read so far
-        self._read = 0  # by the reader, as the writer has seen it last
+        self._read = 0  # bytes that the reader has read, as the writer has seen it last
 
     def put(self, packet: bytes) -> bool:
         """Write `packet`; return False if there is no room for it. For the writer."""

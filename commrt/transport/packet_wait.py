@@ -2,7 +2,7 @@
 """How a rank waits for packets of its peers: it looks for a while, then sleeps on the sockets.
 
 So a process that ends is noticed, however it ends. For the thread that exchanges; reads no packets,
-and tells peers only that this rank sleeps.
+and tells peers only whether this rank sleeps.
 """
 
 from __future__ import annotations

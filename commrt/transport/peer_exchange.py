@@ -3,7 +3,7 @@
 
 A sender offers its data where it lies. The receiver copies or reads it, and acknowledges that, so a
 send waits for its receive, as on NCCL. For the thread that exchanges; no call waits. Takes what has
-arrived out of its `Channel`, whose queues no one else reads.
+arrived out of its `Channel`, whose lists no one else reads, and writes to the tensors of receives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Where = Callable[..., Place]
 
 @dataclass(slots=True, eq=False)
 class PeerExchange:
-    """All messages of a bound group with one peer, in the order agreed with it."""
+    """All messages of a bound group with one peer, in the order agreed with it.
+
+    From `received` on, the state of a run: written here only.
+    """
 
     peer: int
     channel: Channel
@@ -33,7 +36,9 @@ class PeerExchange:
     originals: Sequence[Tensor] | None
     """[receives] the same memory if receives may be the peer's until `return_borrowed`, or None."""
     received: int = 0
+    """How many of the receives are complete."""
     call: int = 0
+    """The number that `begin` was given."""
     lent: bool = False
     """True from `begin` to `return_borrowed` if receives may be the peer's memory.
 

@@ -83,9 +83,9 @@ class SharedTransport(Transport):
         # it travels in packets: a group may need no files for a segment
         if numel * dtype.itemsize <= SMALL_NBYTES:
             return super().allocate(numel, dtype)
-        return self._share(numel, dtype)
+        return self._allocate_in_arena(numel, dtype)
 
-    def _share(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _allocate_in_arena(self, numel: int, dtype: torch.dtype) -> Tensor:
         try:
             return self._arena.allocate(numel, dtype)
         except OSError as error:
@@ -128,7 +128,7 @@ class SharedTransport(Transport):
         outside = {id(data): data for data in large if self._arena.find(data) is None}
         need = sum(aligned(data.nbytes) for data in outside.values())
         if need > len(self._staging):
-            self._staging = self._share(max(need, 2 * len(self._staging)), torch.uint8)
+            self._staging = self._allocate_in_arena(max(need, 2 * len(self._staging)), torch.uint8)
         slots = {}
         at = 0
         for key, data in outside.items():
