@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which options go together: one table, and one function that refuses. Needs no torch.
 
-An algorithm or a wire that is more than the usual says so by `traits`, words of this table.
+An algorithm or a wire that is more than the usual says so by `traits`, words of this table. It
+reads these only, and keeps nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A digest of tensors that one flipped bit changes, in one pass over their memory."""
+"""A digest of tensors that one flipped bit changes, in one pass over their memory.
+
+It reads memory, and keeps only views of it; `weight_watch` compares digests of ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ class Digest:
     """A weighted sum of all words of the memory of `tensors`, as integers, modulo 2 to the power of
     64.
 
-    Weights tell places and tensors apart, so rows of words that change places change it too.
+    Weights tell places and tensors apart, so rows of words that change places change it too. One
+    thread at a time: the communication thread in a step, the one that trains between steps.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -53,6 +57,7 @@ class Digest:
         return sum((2 * place + 1) * part for place, part in enumerate(parts)) & (2**64 - 1)
 
     def _use(self, tensors: Sequence[Tensor]) -> None:
+        """Keep views of the memory of `tensors`, as it lies now."""
         dense = [(tensor, in_memory_order(tensor)) for tensor in tensors]
         self._gappy = [tensor for tensor, flat in dense if not flat.is_contiguous()]
         self._large = []

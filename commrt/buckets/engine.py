@@ -237,7 +237,7 @@ class Engine:
         own.run(tag, listener)
         if bucket.riders is not None:
             if bucket.riders.is_loaded or bucket.riders.digest is not None:
-                self._read_riders(bucket, members, share, own, tag)
+                self._use_riders(bucket, members, share, own, tag)
         elif self.mixes:  # the partner sums for another mean
             bucket.factor = self._factor
         if self.quantizer is not None:
@@ -250,7 +250,7 @@ class Engine:
             bucket.weigh(1.0)
             self._factor = bucket.factor
 
-    def _read_riders(
+    def _use_riders(
         self,
         bucket: GradientBucket,
         members: Members,
@@ -258,8 +258,8 @@ class Engine:
         own: RunnableProgram,
         tag: Tag,
     ) -> None:
-        """Let weights that ride decide on the scale of later buckets; compare what the ranks'
-        weights were.
+        """Let weights that ride decide on the scale of the sum and of later buckets, and compare
+        digests that ride. A sum that left the range of fp16 is sent once more.
         """
         riders = cast("Riders", bucket.riders)
         if riders.digest is not None:

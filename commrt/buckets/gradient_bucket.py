@@ -55,8 +55,8 @@ class GradientBucket:
     has one thread at a time, and its fields need no lock. Backup workers that lose a rank make new
     buckets, and `take` again, on the communication thread.
 
-    What it writes of others: ``param.grad``, its riders, and the overlap check that all buckets of
-    a model share. `ViewBucket`, the only subclass, uses and replaces private parts, as it says.
+    What it writes of others: gradients, ``param.grad``, its riders, and the overlap check that all
+    buckets of a model share. `ViewBucket`, the only subclass, uses private parts, as it says.
     """
 
     unpacks_wire = True
@@ -128,7 +128,7 @@ class GradientBucket:
         """
         self._grads: list[Tensor | None] = []  # on their way
         self._made: dict[int, Tensor] = {}  # gradients that only other ranks had, by place
-        self._counted: list[Tensor] = []  # those of them whose writes are counted
+        self._counted: list[Tensor] = []  # those that were taken and whose writes are counted
         self._versions: list[int] = []  # how many these were when they were taken
         self._writes = 0  # by commrt since then
         self.is_whole = True
@@ -285,7 +285,7 @@ class GradientBucket:
         Raises `DisagreementError` if ranks sent different buckets: before it writes; on a GPU in
         the next step.
         """
-        grads = self._grads if self.is_whole else self._with_missing()
+        grads = self._grads if self.is_whole else self._make_missing()
         self._packing.unpack(grads, self._word, parts=parts)
         if self._packing.mismatched:
             self._refuse_sum()
@@ -303,7 +303,7 @@ class GradientBucket:
         """Do what the replayed `launches` left to `unpack`: gradients that only other ranks had."""
         launches.repeated(self._grads)
         if not self.is_whole:
-            self._with_missing()
+            self._make_missing()
             self._packing.unpack([self._made.get(i) for i in range(len(self._grads))], self._word)
         if self._packing.mismatched:
             self._refuse_sum()
@@ -351,9 +351,9 @@ class GradientBucket:
         if (grad.dtype, grad.shape, grad.stride()) != kind:
             _refuse_kind(name, TensorKind.of(grad), kind)
 
-    def _with_missing(self) -> list[Tensor | None]:
-        """Return the gradients, with memory for those that only other ranks had; on a GPU this
-        waits for the wire.
+    def _make_missing(self) -> list[Tensor | None]:
+        """Make memory for gradients that only other ranks had, and return it with the others; keep
+        what was sent for one that no rank had as a residual. On a GPU this waits for the wire.
         """
         present = self._packing.present()
         missing = [i for i, grad in enumerate(self._grads) if grad is None]

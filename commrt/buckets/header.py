@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a bucket: what must be equal on all ranks that sum it, and what it means if it is
-not.
+"""The header of a bucket: what must be equal on all ranks that sum it, and why it may not be.
 
-Each bit travels with its opposite, and all are summed: where both are set, ranks have sent
-different ones.
+Pure functions, and text for errors; buckets write the header to their wires. Each bit travels with
+its opposite, and all are summed: where both are set, ranks have sent different ones.
 """
 
 from __future__ import annotations

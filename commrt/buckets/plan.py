@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a model share a bucket, and the buckets of its gradients, made with their
-memory.
+"""Groups the parameters of a model, and makes the buckets of their gradients with their memory.
+
+It keeps no state. On the thread that trains, but for buckets made anew after a lost rank.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Leaving(NamedTuple):
     unit: float | None = None
     """By what gradients that weigh were divided; None where this rank has gradients that do not."""
     weighed: int = 0
-    """What the header says of that."""
+    """What the header says of that: see `Header.weighed`."""
     names: tuple[str, ...] = ()
     """Of the numbers, in their order."""
 
@@ -75,8 +75,9 @@ class Riders:
     """The slots of all ranks in `area`, a part of a wire; `rank` has written its own.
 
     The thread that trains calls `load` before the bucket is sent, and `read` after the step, until
-    the next one begins. In between all else belongs to the thread that averages the bucket: mostly
-    the communication thread.
+    the next one begins. In between all belongs to the thread that averages the bucket: mostly the
+    communication thread. Its `add_digest` may come when the step has begun and before `load`, or at
+    the same time: each writes fields of its own.
     """
 
     def __init__(self, area: Tensor, rank: int) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry a bucket's whole step by one launch of a device graph; where that cannot be, say why.
+"""Carries a bucket's whole step by one launch of a device graph; where that cannot be, says why.
+
+It touches gradients and wires as `GradientBucket` does; `StepGraphs` says which thread calls what.
 
 NCCL wants all ranks of a transfer to capture it together, and to replay it together. So whether a
 step is replayed must not depend on what one rank has alone: neither on where its gradients lie nor
@@ -38,21 +40,33 @@ Agree = Callable[[bool], Sequence[int]]
 
 @dataclass(slots=True, eq=False)
 class BoundStep:
-    """A schedule that is bound to the buckets, and the graphs that replay it."""
+    """A schedule that is bound to the buckets, and the graphs that replay it.
 
-    programs: Sequence[RunnableProgram]  # one per bucket
-    steps: int = 0  # carried call by call
-    latest: int | None = None  # the last of them
-    replays: Sequence[Exchange] = ()  # one per bucket, once captured
+    Only `StepGraphs` writes it, on the communication thread.
+    """
+
+    programs: Sequence[RunnableProgram]
+    """One per bucket."""
+    steps: int = 0
+    """How many were carried call by call."""
+    latest: int | None = None
+    """The last of them."""
+    replays: Sequence[Exchange] = ()
+    """One per bucket, once captured."""
 
 
 class StepGraphs:
-    """The device graphs of a model's `buckets`."""
+    """The device graphs of a model's `buckets`.
+
+    `carry` and `capture` run on the communication thread, or in place of it. The thread that trains
+    reads `is_due` and `reasons` between steps.
+    """
 
     def __init__(self, buckets: Sequence[GradientBucket], transport: Transport) -> None:
         self._buckets = buckets
         self._transport = transport
-        self._latest: BoundStep | None = None
+        self._latest: BoundStep | None = None  # what `carry` saw
+        # why nothing can be captured; found here or by `capture`, for good
         self._refusal = None if all(bucket.repeatable for bucket in buckets) else NO_KERNEL
         self.reasons: dict[int, str] = {}
         """By bucket, why the latest step was carried call by call; nothing for buckets that were
@@ -95,7 +109,7 @@ class StepGraphs:
         process.
         """
         bound = cast("BoundStep", self._latest)
-        replays = self._captured(cast("Sequence[BoundProgram]", bound.programs))
+        replays = self._capture_all(cast("Sequence[BoundProgram]", bound.programs))
         if refused := agree(self._refusal is not None):
             self._refusal = (
                 self._refusal or f"the device of rank {refused[0]} refused: ask that rank why"
@@ -103,7 +117,7 @@ class StepGraphs:
         else:
             bound.replays = replays
 
-    def _captured(self, programs: Sequence[BoundProgram]) -> list[Exchange]:
+    def _capture_all(self, programs: Sequence[BoundProgram]) -> list[Exchange]:
         """Return one replay per bucket; fewer, and set a refusal, if that cannot be."""
         replays: list[Exchange] = []
         try:

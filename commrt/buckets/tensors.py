@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a model that travel: which they are, of what kind, and as what they travel."""
+"""The tensors of a model that travel: which they are, of what kind, and as what they travel.
+
+It looks at models and writes nothing; frozen data and functions, for any thread.
+"""
 
 from __future__ import annotations
 

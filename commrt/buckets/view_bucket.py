@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets whose gradients live on the wire: ``param.grad`` is a view of it, so that nothing is
-unpacked.
+"""A bucket whose gradients live on its wire: ``param.grad`` is a view of it, and never unpacked.
+
+It sends nothing itself; see `GradientBucket` and `ViewBucket` for threads, and what they write.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ class ViewBucket(GradientBucket):
     is scaled in place. Plain torch, as on a CPU, does that with large ones in `move_in` as soon as
     each is there, while it is in the processor's cache. Small ones move together when the bucket
     leaves. Where Triton packs, one launch does it for all.
+
+    `move_in` is called on the thread of the backward pass, before `take`; it sets ``param.grad``,
+    as `assign_missing` does with what `_settle` has left in `_made`. Of `GradientBucket` this
+    writes `_made` and `_scale`, and replaces how gradients are compared
+    (`_require_fits`, `_require_fit`) and where missing ones lie (`_memory_for`). It reads what the
+    constructor and `take` have set there.
     """
 
     unpacks_wire = False
@@ -45,17 +52,18 @@ class ViewBucket(GradientBucket):
         self._moved_scale = 1.0  # of what has moved in
         # by place, how often the original was written to by the end of `move_in`
         self._moved: dict[int, int] = {}
-        self._torch = self._packing if isinstance(self._packing, TorchPacking) else None
-        self.moves_in = self._torch is not None and not self._torch.packs_at_once
+        # None where Triton packs
+        self._torch_packing = self._packing if isinstance(self._packing, TorchPacking) else None
+        self.moves_in = self._torch_packing is not None and not self._torch_packing.packs_at_once
         """True if `move_in` does something."""
         self._overlaps.claim(self.wire)
 
     def _views(self) -> list[Tensor]:
         return views_of(self.wire, self.layout, self._like)
 
-    def _home(self, place: int) -> Tensor:
-        """Return the original at `place`, made anew where ``grad.data = ...`` or `Module.to` let it
-        point elsewhere.
+    def _ensure_original(self, place: int) -> Tensor:
+        """Return the original at `place`; make it anew where ``grad.data = ...`` or `Module.to` let
+        it point elsewhere.
         """
         original = self._originals[place]
         is_there = original.data_ptr() == self._addresses[place]
@@ -74,18 +82,18 @@ class ViewBucket(GradientBucket):
         """
         place = self._places[name]
         grad = self.params[place][1].grad
-        original = self._home(place)
-        if self._torch is None or not self.moves_in or grad is None:
+        original = self._ensure_original(place)
+        if self._torch_packing is None or not self.moves_in or grad is None:
             return
         self._require_movable(place, grad)
-        self._torch.pack_one(place, grad, scale)
+        self._torch_packing.pack_one(place, grad, scale)
         self._moved_scale = scale
         if grad is not original:
             self.params[place][1].grad = original
         self._moved[place] = original._version  # noqa: SLF001  # nothing else tells
 
     def _require_movable(self, place: int, grad: Tensor) -> None:
-        if grad is not self._home(place):
+        if grad is not self._ensure_original(place):
             super()._require_fit(place, grad)
             if grad.requires_grad:
                 raise UsageError(GRAPH.format(name=self.names[place]))
@@ -118,12 +126,12 @@ class ViewBucket(GradientBucket):
         moved = self._moved.get(place)
         if moved is None:
             self._require_movable(place, grad)
-        elif grad is not self._home(place) or grad._version != moved:  # noqa: SLF001
+        elif grad is not self._ensure_original(place) or grad._version != moved:  # noqa: SLF001
             raise UsageError(CHANGED.format(name=self.names[place]))
 
     def pack(self, scale: float) -> None:
         """See `GradientBucket.pack`; leaves out what has moved in."""
-        if self._torch is None:
+        if self._torch_packing is None:
             super().pack(scale)
             return
         self._require_unchanged()
@@ -133,12 +141,14 @@ class ViewBucket(GradientBucket):
         if self.moves_in:
             for place, grad in enumerate(self._grads):
                 if place not in self._moved:
-                    self._torch.pack_one(place, grad, scale)
+                    self._torch_packing.pack_one(place, grad, scale)
                 elif scale != self._moved_scale:
                     self.layout.tensor(self.wire, place).mul_(scale / self._moved_scale)
         else:
-            self._torch.move_at_once(self._grads, [*map(is_, self._grads, self._originals)], scale)
-        self._torch.seal(self._grads, self._word)
+            self._torch_packing.move_at_once(
+                self._grads, [*map(is_, self._grads, self._originals)], scale
+            )
+        self._torch_packing.seal(self._grads, self._word)
         if self.riders is not None and (self.riders.is_loaded or self.riders.digest is not None):
             self.riders.write()
 
@@ -157,7 +167,7 @@ class ViewBucket(GradientBucket):
         if self._packing.mismatched:
             self._refuse_sum()
         if not self.is_whole:
-            self._with_missing()
+            self._make_missing()
         self._made |= {
             place: original
             for place, (grad, original) in enumerate(zip(self._grads, self._originals, strict=True))

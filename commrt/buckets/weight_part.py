@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that leave together and come back mixed, and whether somebody wrote them meanwhile."""
+"""Weights that leave together and come back mixed: finds out who wrote them meanwhile.
+
+What gossip and local SGD have in common; they send and mix. It writes no weights. On the thread
+that trains.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +54,11 @@ class WeightPart:
     WRITTEN: ClassVar[str]
     """The same while nothing was in flight."""
     in_flight: object = None
-    """What has left and was not mixed; false if there is nothing."""
+    """What has left and was not mixed; false if there is nothing. Subclasses and senders set it."""
     is_relied_on = False
-    """True if what the weights change by always counts, and not only while they are in flight."""
+    """True if what the weights change by always counts, and not only while they are in flight; a
+    subclass's constructor says so.
+    """
 
     def __init__(self, index: int, held: Sequence[TensorSlot], *, watches: bool = True) -> None:
         self.index = index
@@ -61,6 +67,7 @@ class WeightPart:
         self._places = [(slot.place, slot.key) for slot in self._watched]
         self._attached = [place[key] for place, key in self._places]
         self._attached_kinds = [TensorKind.of(slot.tensor()) for slot in self._watched]
+        # as `note` found them
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._views: list[Tensor] = []  # of the values that are compared
