@@ -48,6 +48,8 @@ def test_no_sample_is_lost_or_doubled_and_shards_keep_their_size(ranks, count, b
         while left:
             for pixels, numbers in ring:
                 assert (pixels == numbers.view(-1, 1, 1)).all()
+                pixels.zero_()  # the loop's own: changes no sample
+                numbers.zero_()
                 left -= 1
                 if not left:
                     break
@@ -138,18 +140,6 @@ def test_samples_leave_while_the_next_batch_is_in_use():
         ring.drain()
 
     run_ranks(2, body)
-
-
-def test_changing_what_a_batch_holds_changes_no_sample():
-    def body(world):
-        ring = ring_of(world)
-        for pixels, numbers in ring:
-            pixels.zero_()
-            numbers.zero_()
-        ring.drain()
-        return numbers_of(ring)
-
-    assert sorted(chain(*run_ranks(2, body))) == [*range(12)]
 
 
 @for_each(

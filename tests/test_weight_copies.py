@@ -154,6 +154,16 @@ def test_weights_that_only_began_as_copies_are_left_alone(world, algorithm, shar
     assert all(map(torch.equal, optimizer.kept, alone))
 
 
+def test_two_copies_of_a_parameter_keep_their_own_values_when_another_ranks_are_taken():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.randn(8).bfloat16())], lr=0.1)
+    (param,) = optimizer.param_groups[0]["params"]
+    optimizer.kept = [[param.detach().float() * (1 + 2.0**-12)], [param.detach().clone()]]
+    copies, before = WeightCopies([optimizer]), deepcopy(optimizer.kept)
+    copies.find()
+    copies.load_state_dict(copies.state_dict())
+    assert (len(copies.found), str(optimizer.kept)) == (2, str(before))
+
+
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad", "RMSprop", "Rprop", "LBFGS", "NAdam"])
 def test_no_state_of_torchs_optimizers_is_taken_for_a_copy(kind):
     model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.LayerNorm(3))
