@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of fragments: their differences travel in buckets, on the communication thread.
 
-That thread runs `_average`; all else is called on the thread that trains.
-
 Fragments are averaged in the background, and no rank uses an average that another one can never
 get. Where the world goes on without lost ranks, each rank votes in the background when it has an
 average, and a merge reads the outcome. If a rank was lost meanwhile, the others average what they
@@ -13,7 +11,7 @@ leaves is held back: ranks learn of a loss at different times.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -48,7 +46,9 @@ MERGING = "merging what left after step"
 class FragmentExchange:
     """Carries fragments over the communication thread, in the order in which they leave.
 
-    A rank that comes to the others takes their `votes` and `members` (`LocalReplica`).
+    That thread runs `_average`, which changes nothing here; all else, and each field, is the
+    training thread's. Written here of others: `InFlight.submitted` and `residuals`, what a bucket
+    weighs, and after a loss the engine's algorithm and buckets.
     """
 
     def __init__(self, request: Request, fragments: Sequence[Fragment]) -> None:
@@ -56,13 +56,13 @@ class FragmentExchange:
         self.fragments = fragments
         self._request = request
         self.algorithm = cast("LocalSGD", request.algorithm)
-        self._number = request.number
+        self._model_number = request.number
         self.votes = Counter[int]()
-        """How often each fragment was to be sent, which numbers its votes."""
+        """How often each fragment was to be sent, which numbers its votes; written here only."""
         # the generation of the latest average that all ranks have
         self._agreed = self.world.membership.number
         self.members: Members = tuple(range(self.world.founders))
-        """The ranks whose differences the next exchange averages."""
+        """The ranks whose differences the next exchange averages; written here only."""
         self._buckets = self._new_buckets()
         buckets = [*chain.from_iterable(self._buckets)]
         self.engine = Engine(self.world, self.algorithm.inner, buckets)
@@ -84,7 +84,7 @@ class FragmentExchange:
         for fragment in self.fragments:
             pool = pieces[fragment.index % len(pieces)]
             own = _allocate_from(pool, self.world.transport.allocate_shared)
-            kind = self._request.wire, self._request.cap_nbytes, self._number
+            kind = self._request.wire, self._request.cap_nbytes, self._model_number
             riding = None if self.algorithm.is_gossip else (self.world.rank, self.world.size)
             first = sum(map(len, found))
             buckets = build_buckets(fragment.outgoing, *kind, own, first=first, riding=riding)
@@ -94,41 +94,59 @@ class FragmentExchange:
             found.append(buckets)
         return found
 
+    def go_on_with(self, members: Iterable[int], votes: int) -> None:
+        """Go on as one of the `members`, which has sent the only fragment `votes` times."""
+        self.members = tuple(members)
+        self.votes[0] = votes
+
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
-        """Send the differences of `fragment`, unless a rank was lost since all had an average."""
+        """Count a vote, and send the differences of `fragment`.
+
+        If a rank was lost since all had an average, nothing is sent before `receive`.
+        """
         barrier = self._barrier
         generation = self.world.membership.generation
         self.votes[fragment.index] += 1
         if generation.number != self._agreed:
             return
-        topic = f"merge/{self._number}.{generation.number}.{fragment.index}"
-        number = self.votes[fragment.index]
-        vote = "" if barrier is None else f"{topic}.{number}"
-        if barrier is not None and number > 2 and generation.ranks[0] == self.world.rank:
+        topic = f"merge/{self._model_number}.{generation.number}.{fragment.index}"
+        count = self.votes[fragment.index]
+        vote = "" if barrier is None else f"{topic}.{count}"
+        if barrier is not None and count > 2 and generation.ranks[0] == self.world.rank:
             # All ranks have merged since the vote before the last, or they would not send again.
-            barrier.forget(f"{topic}.{number - 2}")
+            barrier.forget(f"{topic}.{count - 2}")
         with self.world.comm_thread.within_range("submit", number=fragment.index):
             self._submit(fragment, in_flight, generation, vote)
 
     def _submit(
         self, fragment: Fragment, in_flight: InFlight, generation: Generation, vote: str
     ) -> Future[tuple[Span, ...]]:
+        """Begin an attempt to average what `fragment` holds among `members`."""
         buckets = self._buckets[fragment.index]
-        number = fragment.exchanges - 1
+        exchange = fragment.exchanges - 1
         for bucket in buckets:
-            header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
+            header = Header(
+                0, self._model_number, 0, in_flight.step, bucket.index, in_flight.settings
+            )
             bucket.take(header, bucket.names, in_flight.leaving)
             bucket.own_weight = in_flight.weight
-        # remember the residuals, for an exchange that is done again
         if self.engine.quantizer is not None:
             own = {name: part for bucket in buckets for name, part in bucket.residuals().items()}
-            if in_flight.residuals is None:
+            if in_flight.residuals is None:  # the first attempt
                 in_flight.residuals = {name: part.clone() for name, part in own.items()}
-            for name, part in own.items():
-                part.copy_(in_flight.residuals[name])
+            else:
+                for name, part in own.items():
+                    part.copy_(in_flight.residuals[name])
         watched = fragment.digest if self._request.watch else None
         average = partial(
-            self._average, buckets, in_flight.step, generation, self.members, number, watched, vote
+            self._average,
+            buckets,
+            in_flight.step,
+            generation,
+            self.members,
+            exchange,
+            watched,
+            vote,
         )
         answer = self.world.membership.submit(average)
         in_flight.submitted = Submitted(generation, vote, buckets, answer)
@@ -140,17 +158,17 @@ class FragmentExchange:
         step: int,
         generation: Generation,
         members: Members,
-        number: int,
+        exchange: int,
         watched: Digest | None,
         vote: str,
     ) -> tuple[Span, ...]:
-        """Average a fragment in exchange `number`, and vote if asked. On the comm thread."""
+        """Average a fragment in its `exchange`, and vote if asked. On the communication thread."""
         if self.world.membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
         self.world.membership.start_no_earlier(step)
         if watched is not None:
             cast("WeightWatch", buckets[0].watch).begin(watched)
-        spans = [self.engine.reduce_now(bucket, number, members) for bucket in buckets]
+        spans = [self.engine.reduce_now(bucket, exchange, members) for bucket in buckets]
         barrier = self._barrier
         if vote and barrier is not None:
             self.world.transport.wait()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica that trains alone and averages once in a period; used on the thread that trains.
+"""A replica that trains alone and averages once in a period, and its checkpoints.
 
-It decides when fragments leave and merge. `fragment` changes weights, `fragment_exchange` sends.
+It decides when fragments leave and merge. `fragment` changes weights, `fragment_exchange` sends. On
+the thread that trains.
 """
 
 from __future__ import annotations
@@ -10,27 +11,18 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
-from weakref import WeakMethod
+from typing import Any
 
 from commrt.buckets.digest import Digest
-from commrt.buckets.tensors import exchanged_tensors
-from commrt.elastic.elastic_membership import ElasticMembership
-from commrt.errors import DeadlineExceeded, Place, UsageError
-from commrt.local_sgd.fragment import Fragment, cut_fragments
-from commrt.local_sgd.fragment_exchange import MERGING, FragmentExchange
+from commrt.errors import UsageError
+from commrt.local_sgd.fragment import Fragment
+from commrt.local_sgd.fragment_exchange import FragmentExchange
 from commrt.local_sgd.in_flight import InFlight
 from commrt.local_sgd.outer import SlowMomentum
-from commrt.local_sgd.policy import LocalSGD, Mix
-from commrt.runtime.wire import is_quantized
-from commrt.threads.deadline import Deadline
+from commrt.local_sgd.policy import Mix
 from commrt.training.after_step import AfterStepReplica
-from commrt.training.arrival import StateGiver
-from commrt.training.elastic_replica import call_if_alive
 from commrt.training.gathering import gather_integers
 from commrt.training.gradient_weights import NOTHING_SEEN
-from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.residuals import own_residuals
 from commrt.training.riding import FEEDBACK
@@ -41,48 +33,11 @@ from commrt.training.tensor_bytes import digest
 _log = logging.getLogger("commrt")
 
 
-def attach(request: Request) -> Replica:
-    """Return a replica that trains alone, and averages once in a period. Collective."""
-    algorithm = cast("LocalSGD", request.algorithm)
-    for sentence in algorithm.unwise():
-        _log.warning("commrt: %s", sentence)
-    # rounding would make a variance of BatchNorm negative
-    skips_buffers = is_quantized(request.wire)
-    held = [
-        slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and skips_buffers)
-    ]
-    grows = request.world.size > request.world.founders
-    if grows:
-        _require_that_grows(request)
-    exchange = FragmentExchange(request, cut_fragments(held, algorithm))
-    engine = exchange.engine
-    return request.open(
-        engine.schedule(0, request.world.founders),
-        engine.buckets,
-        partial(LocalReplica, request, exchange),
-        # before the replica: from then on the world goes on without lost ranks
-        prepare=lambda: engine.submit_preparation(0, exchange.members).result(),
-        come=LocalReplica.come if grows else None,
-    )
-
-
-def _require_that_grows(request: Request) -> None:
-    """Raise `UsageError` for what a rank that comes cannot take over."""
-    algorithm = cast("LocalSGD", request.algorithm)
-    wrong = {
-        "fragments=1": algorithm.fragments > 1,
-        "delay=0": algorithm.delay > 0,
-        "a wire that is a dtype": is_quantized(request.wire),
-        "an all-reduce as inner=": algorithm.is_gossip,
-    }
-    if needs := [what for what, is_wrong in wrong.items() if is_wrong]:
-        raise UsageError(
-            f"init(up_to=) with {algorithm}: ranks that come later need {' and '.join(needs)}"
-        )
-
-
 class LocalReplica(AfterStepReplica):
-    """Trains alone, and merges averages at steps that all ranks know; else it waits for nobody."""
+    """Trains alone, and merges averages at steps that all ranks know; else it waits for nobody.
+
+    Of others it writes what leaves with an `InFlight`, and what has come to `Riding`.
+    """
 
     def __init__(self, request: Request, exchange: FragmentExchange) -> None:
         super().__init__(request, exchange.fragments)
@@ -104,65 +59,6 @@ class LocalReplica(AfterStepReplica):
             "" if self._rides else "weights travel there, and are not added up; use an all-reduce"
         )
         self._live_with(self._hooks())
-        if self._giver is not None:
-            answer = WeakMethod(self._answer_in_a_merge)
-            membership = cast("ElasticMembership", self._world.membership)
-            membership.while_waiting = partial(call_if_alive, answer)
-
-    def _enter(self, membership: ElasticMembership) -> None:
-        """Become a member, then take the anchor: no merge is made any more without this rank."""
-        membership.join_as_replacement(lambda: True)
-        limit = Deadline(self._world.timeout_s)
-        while not self._fetch(membership):
-            membership.require_open()
-            waiting = membership.member.ranks_in_collective(membership.generation).values()
-            if other := next(
-                (each.what for each in waiting if not each.what.startswith(MERGING)), None
-            ):
-                raise UsageError(
-                    f"the other ranks came to {other} before this one had their state: start it"
-                    " again"
-                )
-            if limit.left_s <= 0:
-                what = (
-                    "the other ranks are in a collective, or did not answer, for"
-                    f" {self._world.timeout_s:g} s"
-                )
-                raise DeadlineExceeded(what, Place(self._world.rank))
-        membership.start_no_earlier(self._fragments[0].left)
-
-    def _may_give(self) -> bool:
-        return self._fragments[0].in_flight is None
-
-    def _answer_in_a_merge(self) -> None:
-        """Give what this rank had before its weights left, while it waits for others to merge."""
-        giver = cast("StateGiver", self._giver)
-        if giver.is_asked and not self._may_give():
-            giver.answer(self._packed)
-
-    def _record(self) -> dict[str, Any]:
-        (fragment,), votes = self._fragments, self._exchange.votes[0]
-        state = fragment.state_dict()
-        left = 0 if self._may_give() else 1  # this rank gives what it had before its weights left
-        state |= {"in_flight": None, "exchanges": fragment.exchanges - left}
-        return super()._record() | {
-            "step": self._clock.step - left,
-            "fragment": state,
-            "votes": votes - left,
-            "members": [*self._exchange.members],
-        }
-
-    def _follow(self, record: Mapping[str, Any]) -> None:
-        """Begin from the anchor, so that what the giver has learned since counts once."""
-        (fragment,) = self._fragments
-        state = record["fragment"]
-        fragment.check_state(state)
-        fragment.load_state_dict({**state, "left": min(state["left"], record["step"])})
-        fragment.land()
-        self._exchange.members = tuple(map(int, record["members"]))
-        self._exchange.votes[0] = int(record["votes"])
-        self._seen[0] = self._weights.seen
-        super()._follow(record)
 
     def _on_pass(self) -> None:
         step = self._clock.passes
@@ -203,9 +99,8 @@ class LocalReplica(AfterStepReplica):
         settings, rates = self._noted.get(self._clock.step) or self._settings(self._clock.step)
         in_flight = InFlight(self._clock.step, settings, [*map(rates.get, fragment.ids)])
         if self._rides:
-            is_first = fragment.index == 0
             in_flight.weight, in_flight.leaving = self._riding.leave_with_period(
-                self._seen[fragment.index], with_numbers=is_first
+                self._seen[fragment.index], with_numbers=fragment.index == 0
             )
             self._seen[fragment.index] = self._weights.seen
         fragment.leave(in_flight)
@@ -255,7 +150,9 @@ class LocalReplica(AfterStepReplica):
         with self._world.collective("consolidate()"):
             self.drain()
             for fragment in self._fragments:
-                if fragment.left != self._clock.step or self._has_learned(fragment):
+                # all ranks ask or none does, as all are at the same step
+                is_behind = fragment.left != self._clock.step
+                if is_behind or self._ask_all_if_learned(fragment):
                     self._merge(fragment, self._leave(fragment))
             self._account()
             if self._local.is_gossip:
@@ -269,13 +166,16 @@ class LocalReplica(AfterStepReplica):
                 self._take_from_first(buffers_only=True)
                 self._compare_replicas()
 
-    def _has_learned(self, fragment: Fragment) -> bool:
-        """Return True if a rank made a step since its weights left, also one in `no_sync`."""
+    def _ask_all_if_learned(self, fragment: Fragment) -> bool:
+        """Return True if a rank made a step since its weights left, also in `no_sync`; collective.
+
+        Always False with gossip, where all weights are averaged anyway.
+        """
         own = int(self._weights.seen != self._seen[fragment.index])
         learned = self._world.membership.together(
             lambda: gather_integers(self._world, own, self.step)
         )
-        return self._rides and any(learned.values())  # with gossip all weights are averaged anyway
+        return self._rides and any(learned.values())
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

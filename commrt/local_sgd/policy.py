@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD as settings, which need no torch: `local_replica` trains by them.
+"""Local SGD as settings, which need no torch: `LocalReplica` trains by them.
 
 Ranks train alone for a period, then average their weights; the average may arrive some steps later.
 One mechanism with few settings is DaSGD, CoCoD-SGD, DiLoCo, Streaming DiLoCo and NoLoCo; see the
@@ -81,7 +81,7 @@ class LocalSGD:
     inner: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
     wire: Any = None
     anchor: Literal["device", "cpu"] = "device"
-    trained_by: ClassVar[str] = "commrt.local_sgd.local_replica"
+    trained_by: ClassVar[str] = "commrt.local_sgd.attach"
 
     def __post_init__(self) -> None:
         for name, least in {"period": 1, "delay": 0, "fragments": 1, "warmup": 0}.items():
