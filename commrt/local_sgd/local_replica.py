@@ -36,7 +36,8 @@ _log = logging.getLogger("commrt")
 class LocalReplica(AfterStepReplica):
     """Trains alone, and merges averages at steps that all ranks know; else it waits for nobody.
 
-    Of others it writes what leaves with an `InFlight`, and what has come to `Riding`.
+    Of others it sets what leaves with an `InFlight`. Fields are written here, and by
+    `GrowingReplica` where a rank comes.
     """
 
     def __init__(self, request: Request, exchange: FragmentExchange) -> None:
