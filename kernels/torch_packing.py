@@ -94,6 +94,8 @@ def _groups(
 
 
 class _Mixes(NamedTuple):
+    """The wire that `mix` last received, and the views of its tensors."""
+
     received: Tensor
     views: list[Tensor]
 
@@ -124,7 +126,7 @@ class TorchPacking:
         layout.flags(self._head_bits).fill_(True)
         self.mismatched = False
         """Set by `compare` alone, never taken back; any thread may read it."""
-        self._mixes: _Mixes | None = None  # where `mix` last found what was received
+        self._mixes: _Mixes | None = None
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
         """See `Packing.pack`."""

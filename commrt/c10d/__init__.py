@@ -2,8 +2,8 @@
 """A backend of torch.distributed: ``import commrt.c10d``, then ``init_process_group("commrt")``.
 
 DDP, FSDP2, DTensor, DeviceMesh and everything else that uses torch.distributed then runs on
-commrt's schedules. torch 2.14 and later find an installed commrt by its entry point, without the
-import.
+commrt's schedules. The import tells torch of the backend, for the whole process. torch 2.14 and
+later find an installed commrt by its entry point, without the import.
 """
 
 from typing import Any

@@ -2,8 +2,9 @@
 """Runs the collectives of one process group, in order, by the plans of `commrt.c10d.call_plans`.
 
 One call runs at a time: on the communication thread, or on that of a caller who waits for it. It
-writes to the caller's rows (`Call.take`), and to the wire. For a call with a timeout of its own, it
-changes that of the world's transport, and then gives it the group's again.
+writes to the caller's rows (`Call.take`), and to the wire; for a while it points receives of a plan
+to these rows. For a call with a timeout of its own, it changes that of the world's transport, and
+then gives it the group's again.
 """
 
 from __future__ import annotations

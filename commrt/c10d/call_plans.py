@@ -56,8 +56,9 @@ class Part(NamedTuple):
     take: Sequence[Copy]
     """From the wire to this rank's rows, after it."""
     land: Sequence[tuple[Tensor, Copy]]
-    """Receives that go into the caller's rows, where that saves a copy, and the part of the wire
-    they go to else.
+    """Receives of the program that go straight to the caller's rows, and the copy that it saves.
+
+    Between calls they point to that copy's part of the wire.
     """
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods that torch.distributed calls on a process group, by c10d's names.
 
-They run on the thread that calls, check, and hand the work to the group; they keep nothing.
-torch's profiler and dispatch modes see them there. The ranges of the communication thread come from
-`commrt.threads.recording`. Without a profiler nothing is recorded.
+They run on the thread that calls, check, and hand the work to the group; they keep nothing. Those
+that `collective` marks are seen there by torch's profiler and dispatch modes. The ranges of the
+communication thread come from `commrt.threads.recording`. Without a profiler nothing is recorded.
 """
 
 from __future__ import annotations

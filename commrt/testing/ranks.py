@@ -34,7 +34,10 @@ def over_threads(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
 
 
 RECONNECTING: dict[Connect, Callable[[Store, int, Sequence[int], float], Transport]] = {}
-"""What connects one rank again, by what connected all: yours to add to, but for `over_threads`."""
+"""What connects one rank again, by what connected all: add yours before you make such worlds.
+
+`over_threads` needs no entry.
+"""
 
 
 def local_worlds(
