@@ -32,7 +32,7 @@ from transports import (
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.dispatch import ON_GPUS
-from commrt.runtime import connection
+from commrt.runtime import gpu_connection
 from commrt.store.rendezvous import listen
 from commrt.testing import conformance
 from commrt.testing.faults import fail_at, with_faults
@@ -251,6 +251,6 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
     assert on_threads(2, body) == [[1.0] * 4] * 2
 
 
-@pytest.mark.parametrize("where", [*GPU_TRANSPORTS.values(), *ON_GPUS.values(), connection.NCCL_BINDING])
+@pytest.mark.parametrize("where", [*GPU_TRANSPORTS.values(), *ON_GPUS.values(), gpu_connection.NCCL_BINDING])
 def test_what_is_imported_by_name_for_gpus_is_there(where):
     assert callable(resolve_name(where))
