@@ -44,8 +44,9 @@ class AfterStepReplica(ElasticReplica):
     """A replica whose step is a backward pass outside of `no_sync`; `StepClock` says when it ends.
 
     So all ranks count the same steps. What the `parts` of the model rely on may be written by the
-    given optimizers only. Subclasses add to `_spans` and `_received_from` what `_report` reports
-    next. Written here of others: `GradientWeights.made` in each step.
+    given optimizers only. Subclasses call `_live_with` last in `__init__`, and add to `_spans` and
+    `_received_from` what `_close_report` reports next. Written here of others:
+    `GradientWeights.made` in each step.
     """
 
     def __init__(self, request: Request, parts: Sequence[WeightPart]) -> None:

@@ -34,8 +34,8 @@ class OptimizerSteps:
     step, and may return other arguments for it; ``after(optimizer)`` after it. The `checks` come
     before, but not for a step inside another one.
 
-    Attributes without ``_`` are read by the hooks of this module and by replicas; only the hooks
-    write `running`, on the thread that steps.
+    The hooks of this module and replicas read its attributes. Only the hooks write one of them,
+    `running`, here and in `begin_step`, on the thread that steps.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class OptimizerSteps:
         """Look at no more steps; safe to call twice."""
         _living.pop(id(self), None)
 
-    def check(self, optimizer: Optimizer) -> None:
+    def begin_step(self, optimizer: Optimizer) -> None:
         """Refuse a step that would let replicas drift apart; note that a given optimizer steps."""
         if optimizer not in self.optimizers:
             self._check_stranger(optimizer)
@@ -155,7 +155,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any,
     for weakly in living:
         steps = weakly()
         if steps is not None:
-            steps.check(optimizer)
+            steps.begin_step(optimizer)
     for weakly in living:
         steps = weakly()
         if steps is None or optimizer not in steps.optimizers:

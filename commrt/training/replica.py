@@ -2,7 +2,7 @@
 """One rank's attached model: what users call, as far as all ways to train share it.
 
 On the thread that trains. `optimizer_steps` looks at optimizers, `model_collectives` compares and
-sends models, `riding` has what rides with gradients.
+sends models, `gradient_weights` and `riding` have what gradients weigh and what rides with them.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Replica(ABC):
         self._handles: list[RemovableHandle] = []  # of hooks; none once it was detached
         self._weights = GradientWeights(params)
         self._riding = Riding(request.world.rank, self._weights)
+        # With ``watch=True`` subclasses set it in `__init__`: of what must be equal on all ranks.
         self._watched: Digest | None = None
-        # Subclasses set it in `__init__` where somebody watches: what must be equal on all ranks.
 
     def _live(
         self,

@@ -157,7 +157,11 @@ class Riding:
 
     def _leave(self, weight: float, weighed: int, unit: float, *, anyway: bool = False) -> Leaving:
         """Return what rides, see `_leaving`; numbers and the wish to skip do so once."""
-        flags = STOP * self.wants_stop | SKIP * self._skips
+        flags = 0
+        if self.wants_stop:
+            flags |= STOP
+        if self._skips:
+            flags |= SKIP
         leaving = _leaving(weight, weighed, unit, flags=flags, numbers=self._numbers, anyway=anyway)
         self._numbers = {}
         self._skips = False

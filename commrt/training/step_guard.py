@@ -36,7 +36,8 @@ class StepGuard:
 
     `take_part` is called on a rank that comes to its step without any gradient, so that the others
     get its zeros. A replica calls `close`, `open` and `drop`, in hooks of the backward pass too;
-    `OptimizerSteps` calls `before_step` and `after_step`.
+    `OptimizerSteps` calls `before_step` and `after_step`. Written here of others: the scalers that
+    `scales` know. `SkippingGuard` writes protected attributes too.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step of synchronous training: gradients are averaged while the backward pass still runs.
 
-Hooks of gradients begin and end it, on the thread that runs the backward pass: that which trains,
-or one of autograd's, for which the thread that trains waits. All else is that thread's.
+Hooks of gradients begin and end it on the thread that runs the backward pass, for which the thread
+that trains waits in ``backward()``, if it is not the same. All else runs on the thread that trains.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def attach(request: Request) -> Replica:
     )
 
 
-def _no_weights(engine: AveragingEngine, request: Request) -> str:
+def _why_no_weights(engine: AveragingEngine, request: Request) -> str:
     """Return why gradients cannot weigh; "" if they can."""
     if engine.buckets[0].residual is not None:
         return FEEDBACK
@@ -103,7 +103,8 @@ class SynchronousReplica(Replica):
     adds, `GradientBucket.unpack` writes ``param.grad``. After an error in between the step never
     ends: this rank has sent only a part of what the others wait for.
 
-    Written here of others: the engine's weight (`_begin`), and the guard's `held_back`.
+    Written here of others: `Engine.own_weight` at the begin of a step, which the communication
+    thread reads in it, and `StepGuard.held_back` in passes of `no_sync`.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class SynchronousReplica(Replica):
         self._engine = engine
         if getattr(request.algorithm, "share", EVEN) != EVEN:
             self._refuses = "a share other than 1/2 would round what rides; leave weight= out"
-        self._refuses_weights = _no_weights(engine, request)
+        self._refuses_weights = _why_no_weights(engine, request)
         if engine.mixes:
             self._refuses_wishes = (
                 "only partners hear of it in a step: use gossip of weights, or an all-reduce"
@@ -128,24 +129,25 @@ class SynchronousReplica(Replica):
         views = [bucket for bucket in engine.buckets if isinstance(bucket, ViewBucket)]
         # gradients move to the wire as they become ready
         self._moves_in = any(bucket.moves_in for bucket in views) and not self._alone
-        self._order = engine.order
+        self._ready = engine.order  # counts the gradients of one pass
         self._bucket_order = BucketOrder(engine, request.build_buckets, named)
         self._buffers: BufferBroadcast | None = None
         if broadcast_buffers and not self._alone:
             self._buffers = BufferBroadcast(self.model, engine)
         if request.watch and not self._alone:
             self._watched = Digest([*self.model.parameters()])
-        self._number: int | None = None
+        self._running: int | None = None
         """The step that runs: its backward pass's number, `LATE` or `BY_HAND`; None between."""
         self._header = engine.buckets[0].header
         """What all ranks must agree on in this step; the first bucket says it."""
         self._looked: Future[None] | None = None
-        """With ``watch=True``: this step's digest of the weights, for the first bucket."""
+        """With ``watch=True``: done once the weights' digest is taken, for the first bucket."""
         self._has_data: Future[Members] | None = None
-        """In ``join()``: which ranks still have data, and so are members of this step."""
+        """In ``join()``: which ranks still have data, and so are members of the running step."""
         self._members = engine.everybody
         """Those of the latest step."""
         self._in_flight: list[Future[Span]] = []
+        """What the running step waits for: a bucket each, and the buffers."""
         self._live(self._gradient_hooks(), self._guard.before_step, self._guard.after_step)
 
     @property
@@ -159,7 +161,7 @@ class SynchronousReplica(Replica):
             return on_dense_gradients(self, self._params, SynchronousReplica._on_gradient)
         full = SynchronousReplica._on_full_bucket
         other = SynchronousReplica._on_gradient
-        return on_counted_gradients(self, self._params, self._order, full, other)
+        return on_counted_gradients(self, self._params, self._ready, full, other)
 
     def _on_gradient(self, name: str) -> None:
         """Count a gradient that is the first of its pass, or moves to the wire."""
@@ -168,13 +170,13 @@ class SynchronousReplica(Replica):
             self._guard.held_back = True
             self._weights.count_pass(number)
             return
-        if self._number != number:
+        if self._running != number:
             self._begin_pass(number, f"the gradient of {name}")
-        elif name in self._order.not_awaited:
+        elif name in self._ready.not_awaited:
             raise UsageError(TWICE.format(name=name))
-        leaving = self._order.mark(name)
+        leaving = self._ready.mark(name)
         if self._moves_in and self._world.joined is None:  # there, only `_has_data` tells the scale
-            bucket = self._engine.buckets[self._order.not_awaited[name]]
+            bucket = self._engine.buckets[self._ready.not_awaited[name]]
             cast("ViewBucket", bucket).move_in(name, self._engine.scale(self._world.size))
         if leaving:
             self._submit(leaving)
@@ -184,13 +186,14 @@ class SynchronousReplica(Replica):
         if not self._weights.is_idle:
             self._weights.count_pass(number)  # or refuse it, before the step begins
         self._begin(number, what)
-        PassEnd(self._finish, self._order.disarm)
-        self._order.arm()  # last: what fails before leaves no gradient awaited
+        PassEnd(self._finish, self._ready.disarm)
+        self._ready.arm()  # last: what fails before leaves no gradient awaited
 
     def _on_full_bucket(self) -> None:
-        if (number := current_pass()) != self._number:  # an error interrupted the pass before
+        """Let the buckets leave that are full and whose turn it is."""
+        if (number := current_pass()) != self._running:  # an error interrupted the pass before
             self._begin_pass(number, "a gradient")
-        self._submit(self._order.full())
+        self._submit(self._ready.full())
 
     def _holds_means(self) -> bool:
         # of several, each may have its own passes
@@ -203,18 +206,18 @@ class SynchronousReplica(Replica):
 
     def _average(self, number: int) -> None:
         """Run a whole step, `LATE` or `BY_HAND`; nothing inside of a pass, which runs its own."""
-        if self._number != current_pass():
+        if self._running != current_pass():
             self._weights.forget_thrown_away()
             self._begin(number, "average()")
-            self._order.arm()
+            self._ready.arm()
             try:
                 self._finish()
             finally:
-                self._order.disarm()
+                self._ready.disarm()
 
     def _begin(self, number: int, what: str) -> None:
         """Start the step `number`; refuse `what` begins it while another step runs."""
-        if self._number is not None and not self._alone and not self._world.closed:
+        if self._running is not None and not self._alone and not self._world.closed:
             raise UsageError(INTERRUPTED.format(what=what))
         if self._world.joined not in (None, self):
             raise UsageError(
@@ -222,7 +225,7 @@ class SynchronousReplica(Replica):
                 " only"
             )
         self._parameters.require_unchanged()
-        self._number = number
+        self._running = number
         self._in_flight = []
         weights = self._weights
         self._engine.own_weight = 1.0 if weights.is_idle else weights.own_weight
@@ -246,12 +249,12 @@ class SynchronousReplica(Replica):
         for i in indices:
             bucket = self._engine.buckets[i]
             header = self._header if i == 0 else bucket.header
-            backward = None if self._number in (LATE, BY_HAND) else self._number
+            backward = None if self._running in (LATE, BY_HAND) else self._running
             leaving = None
             if bucket.riders is not None:
                 leaving = self._riding.leave_with_gradients(backward, is_mixed=self._engine.mixes)
             if not self._alone:
-                bucket.take(header, self._order.not_awaited, leaving)
+                bucket.take(header, self._ready.not_awaited, leaving)
             else:
                 bucket.require_dense(leaving)
             answer = self._engine.submit(bucket, self._step, self._has_data, waits=waits)
@@ -260,10 +263,10 @@ class SynchronousReplica(Replica):
     def _finish(self) -> None:
         """Send what is left, and wait until all averages are in ``param.grad``.
 
-        What raises before `_number` is None leaves the step begun, which refuses all later ones.
+        What raises before `_running` is None leaves the step begun, which refuses all later ones.
         """
         begin_s = perf_counter()
-        self._submit(self._order.rest(), waits=True)
+        self._submit(self._ready.rest(), waits=True)
         if self._buffers is not None:  # only now, as a backward pass may change them
             self._in_flight += self._buffers.submit(self._step, self._has_data)
         # before the buckets: if one of these two failed, the others only know that something did
@@ -291,7 +294,7 @@ class SynchronousReplica(Replica):
             self._weights.use_unit(first.weight / self._world.size)
         self.last = StepReport(self._step, self._members, perf_counter() - begin_s, spans)
         self._stats = self._stats.plus(self.last)
-        self._number = None
+        self._running = None
         self._step += 1
         if not self._bucket_order.is_final and self._world.joined is None:
             self._riding.keep()  # from memory that other buckets may take
