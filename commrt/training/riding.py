@@ -73,8 +73,8 @@ class Rode(NamedTuple):
 class Riding:
     """What one rank sends along in its next step, and what all ranks sent in the latest one.
 
-    Replicas and `BackupStep` call it on the thread that trains. Of other objects it writes
-    `weights`: it takes what the gradients weigh when they leave, and says when they are idle.
+    Replicas call it on the thread that trains, and so do `BackupStep` and `Standing`. Of other
+    objects it writes `weights`: it takes what gradients weigh when they leave, and sets `is_idle`.
     """
 
     def __init__(self, rank: int, weights: GradientWeights) -> None:

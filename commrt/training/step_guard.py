@@ -65,7 +65,7 @@ class StepGuard:
         self.steps = 0
         """The sum of all steps, weighted by optimizer: it shows if ranks step different ones.
 
-        `BackupStep` writes it between steps, where it takes another rank's state or a checkpoint's.
+        `Standing`, of backup workers, sets it between steps where another state is taken over.
         """
 
     def close(self, step: int) -> tuple[int, int]:
