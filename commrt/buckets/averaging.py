@@ -131,18 +131,18 @@ class AveragingEngine(Engine):
     def submit_has_data(self, present: bool, step: int) -> Future[Members]:
         """Ask all ranks who still has data: the members of the step, none if nobody has."""
         tag = Tag(step, "has data")
-        return self.world.comm_thread.submit(lambda: self._ranks_with_flag(present, tag))
+        return self.world.comm_thread.submit(lambda: self._take_vote(present, tag))
 
     def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
-        """Let devices capture the step before `step`, if it is time for that, and wait; between
-        steps, with nothing in flight.
+        """Let devices capture the step before `step` by this engine's `graphs`, if it is time for
+        that, and wait; between steps, with nothing in flight.
         """
         if graphs.is_due:
-            agree = partial(self._ranks_with_flag, tag=Tag(step, "graphs"))
+            agree = partial(self._take_vote, tag=Tag(step, "graphs"))
             self.world.comm_thread.submit(lambda: graphs.capture(agree)).result()
 
-    def _ranks_with_flag(self, mine: bool, tag: Tag) -> Members:
-        """Take a vote: return the ranks that said True. Collective."""
+    def _take_vote(self, mine: bool, tag: Tag) -> Members:
+        """Return the ranks whose flag `mine` is True. Collective."""
         flags = torch.zeros(self.world.size, device="cpu")
         flags[self.world.rank] = float(mine)
         self.world.run_now(halving_doubling.all_reduce(self.world.size), flags, tag)

@@ -74,6 +74,7 @@ class Engine:
     def __init__(
         self, world: World, algorithm: Algorithm, buckets: Sequence[GradientBucket]
     ) -> None:
+        """`use_algorithm` and `replace_buckets` set what is not set here."""
         self.world = world
         self.require_proven = lru_cache(PROVEN_KEPT)(self._prove)
         """Raises unless a schedule does what it must; sees each once."""
@@ -268,7 +269,7 @@ class Engine:
             # a GPU would be waited for; compared in the next step
             if not bucket.wire.is_cuda and bucket.matches():
                 watch.compare()
-        bucket.weigh(share * riders.find_share() if self.mixes else share)
+        bucket.weigh(share * riders.find_scale() if self.mixes else share)
         self._factor = bucket.factor
         if self._factor != 1 and bucket.must_pack_anew():
             bucket.factor = 1.0

@@ -212,8 +212,8 @@ class GradientBucket:
                 if grad is not None:
                     self._require_fit(place, grad)
 
-    def require_dense(self, leaving: Leaving | None) -> None:
-        """Do what `take` does where nothing travels, and refuse only sparse gradients."""
+    def take_alone(self, leaving: Leaving | None) -> None:
+        """Do what `take` does on a rank without others, and refuse only sparse gradients."""
         if leaving is not None and self.riders is not None:
             self.riders.load(leaving)
         for (name, _), grad in zip(self.params, map(grad_of, self._tensors), strict=True):

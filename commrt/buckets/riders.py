@@ -93,8 +93,8 @@ class Riders:
         """
         # `leaving`'s, to which `write` adds the digest
         self._own: Slots | None = None
-        # what part of each slot is on the wire; None for all of it, where ranks do not mix
-        self._share: float | None = None
+        # of the slots on the wire, where ranks mix; None where they do not, and it is 1
+        self._scale: float | None = None
 
     @property
     def knows_nothing(self) -> bool:
@@ -126,17 +126,17 @@ class Riders:
     def write_alone(self) -> None:
         """Write this rank's slot, and that no other rank said anything."""
         self._area.zero_()
-        self._share = None
+        self._scale = None
         self.write()
 
-    def find_share(self) -> float:
-        """Return what part of each slot is on the wire, where ranks mix: of this rank's 1, for
-        `present`. On a GPU this waits for the sum.
+    def find_scale(self) -> float:
+        """Return the scale of the slots on the wire, where ranks mix, from this rank's own 1 for
+        `present`; `read` uses it. On a GPU this waits for the sum.
         """
-        self._share = float(self._area[self._rank * SLOT.itemsize])
-        return self._share
+        self._scale = float(self._area[self._rank * SLOT.itemsize])
+        return self._scale
 
     def read(self) -> Slots:
         """Return what all ranks have sent in the latest step; on a GPU this waits for the sum."""
-        area = self._area if self._share is None else self._area / self._share
+        area = self._area if self._scale is None else self._area / self._scale
         return area.to("cpu", torch.uint8).numpy().view(SLOT)

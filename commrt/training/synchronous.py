@@ -256,7 +256,7 @@ class SynchronousReplica(Replica):
             if not self._alone:
                 bucket.take(header, self._ready.not_awaited, leaving)
             else:
-                bucket.require_dense(leaving)
+                bucket.take_alone(leaving)
             answer = self._engine.submit(bucket, self._step, self._has_data, waits=waits)
             self._in_flight.append(answer)
 
