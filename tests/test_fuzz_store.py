@@ -104,9 +104,9 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     met(lambda: list(progress.outlast(0)))
     met(diagnose, store, 0, 2, PeerLost("gone", Place(0, 1)))
     departures = shutdown_notices.ShutdownNotices(store, 0)
-    departures.left_early({1: 1})
+    departures.find_early_leaver({1: 1})
     departures._reading.exception(5.0)
-    departures.left_early({1: 1})
+    departures.find_early_leaver({1: 1})
     met(request_state, said[:99].decode(errors="replace"), 1, 0.5, 0.5)
 
 

@@ -29,7 +29,7 @@ ISSUED = """            self._binding.groupStart()
                 self._binding.groupEnd()  # or NCCL would collect all later calls of this thread
 """
 ERROR = "except (RuntimeError, KeyError) as error:\n            "
-EXPLAINED = "self._explained(error, pending)"
+EXPLAINED = "self._fail_by(error, pending)"
 EACH = "            for call in calls:\n"
 CALL = "call(stream)\n"
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes find each other: launchers' variables, torch's store, what ranks compare on it."""
+"""How processes find each other: environment variables, torch's store, what ranks compare on it."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the processes of a launch find torch's store. Rank 0 holds it, unless the launcher does.
 
-For the thread that starts a world, or ranks. `meet` keeps the store that it opens as rank 0 in
+`listen` and `hold` open one for processes that get its address from their parent. For the threads
+that start a world, or processes. `meet` keeps the store that it opens as rank 0 in
 `commrt.store.client.HELD`, for good; nothing else is kept.
 """
 

@@ -48,7 +48,10 @@ from commrt.transport.gloo_listeners import refuse_connections
 from commrt.transport.protocol import CPU, Exchange, P2PGroup, Tag, Transport
 
 UNUSED_TAG = (1 << 31) - 1
-"""The largest of Gloo's tags, a signed int in torch: no group has it; see `GlooTransport.close`."""
+"""The largest of Gloo's tags, a signed int in torch: no group has it; see `GlooTransport.close`.
+
+Nor may a message that is posted: if nobody has received it, Gloo would end the process in `close`.
+"""
 SPREAD = 0x9E3779B1
 """By which a message's number is multiplied in its tag, so that sizes and calls do not undo it."""
 POLL_S = 0.001

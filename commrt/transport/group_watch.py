@@ -161,7 +161,7 @@ class GroupWatch:
             pending.end = self.streams.record_event()
         # KeyError: CuPy has no name for NCCL's statuses above 6
         except (RuntimeError, KeyError) as error:
-            raise self._explained(error, pending) from error
+            raise self._fail_by(error, pending) from error
         finally:
             pending.end = pending.end or DONE
 
@@ -178,7 +178,7 @@ class GroupWatch:
                     self.communicator.graphs.add(graph)
         except (RuntimeError, KeyError) as error:
             if self.failure is not None or self.is_closed:
-                raise self._explained(error, pending) from error
+                raise self._fail_by(error, pending) from error
             raise RuntimeError(str(error)) from error
         finally:
             self.is_capturing = False
@@ -193,20 +193,23 @@ class GroupWatch:
             place = tag.place(self._rank, hop) if tag else Place(self._rank, hop=hop)
             raise TransportClosed("the transport was closed", place)
 
-    def _explained(self, error: Exception, pending: Pending) -> TransportError:
-        """Return the reason for an error of NCCL, which only says that a group has ended."""
+    def _fail_by(self, error: Exception, pending: Pending) -> TransportError:
+        """Fail because of an error of NCCL, which only says that `pending` has ended.
+
+        Returns what to raise: that, or else why this watch had failed or been closed before.
+        """
         place = pending.place(self._rank)
         what = (
             f"NCCL refused the transfers ({error}): run with NCCL_DEBUG=WARN; the ranks may run"
             " different programs"
         )
-        # no effect if it has failed or was closed: then that is the reason
         self.fail(TransportError(what, place))
         if self.failure is not None:
             return self._raising(self.failure)
         return TransportClosed("this rank gave the transport up during the transfer", place)
 
     def _raising(self, failure: TransportError) -> TransportError:
+        """Return `failure` for a caller, and note that one has got it."""
         self._is_raised = True
         return failure
 
@@ -252,7 +255,7 @@ class GroupWatch:
 
     def lost_peer(self, counts: Mapping[int, int], tag: Tag, hop: int) -> PeerLost | None:
         """Return the error for a peer that left before its part of `counts`: NCCL reports none."""
-        peer = self._notices.left_early(counts)
+        peer = self._notices.find_early_leaver(counts)
         if peer is None:
             return None
         what = "the peer left before this transfer: look at its own error"

@@ -122,7 +122,7 @@ class SharedTransport(Transport):
         """Return where peers find each of `sends`, and (source, target) pairs to copy there first.
 
         All groups share one staging buffer: they run one at a time, and end when every offer was
-        copied.
+        copied. If it is too small for this group, a larger one takes its place.
         """
         large = [m.data for m in sends if m.data.nbytes > SMALL_NBYTES]
         outside = {id(data): data for data in large if self._arena.find(data) is None}

@@ -30,7 +30,7 @@ class ShutdownNotices:
     """Notices on the store of ranks that end their communicator, for ranks that wait for them.
 
     A rank that closed has done its part in all groups that it counts. A rank that gave up has not,
-    and counts none. `announce` is for any thread, `left_early` for the watchdog.
+    and counts none. `announce` is for any thread, `find_early_leaver` for the watchdog.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -48,7 +48,7 @@ class ShutdownNotices:
         with suppress(RuntimeError, TransportError):
             call_store(lambda: self._store.set(f"left/{self._rank}", json.dumps(counts)))
 
-    def left_early(self, begun: Mapping[int, int]) -> int | None:
+    def find_early_leaver(self, begun: Mapping[int, int]) -> int | None:
         """Return a peer known to have left without its part in what was `begun` with it, or None.
 
         Never waits: now and then it lets another thread read the store, for later calls.
