@@ -72,7 +72,9 @@ NOTHING_LEAVES = Leaving()
 
 
 class Riders:
-    """The slots of all ranks in `area`, a part of a wire; `rank` has written its own.
+    """The slots of all ranks in `area`, a part of a wire; this one's `rank` says which is its own.
+
+    Messages of gossip have one slot only.
 
     The thread that trains calls `load` before the bucket is sent, and `read` after the step, until
     the next one begins. In between all belongs to the thread that averages the bucket: mostly the

@@ -93,6 +93,7 @@ class ViewBucket(GradientBucket):
         self._moved[place] = original._version  # noqa: SLF001  # nothing else tells
 
     def _require_movable(self, place: int, grad: Tensor) -> None:
+        """Raise `UsageError` for a gradient that cannot be copied to its place."""
         if grad is not self._ensure_original(place):
             super()._require_fit(place, grad)
             if grad.requires_grad:
@@ -101,6 +102,7 @@ class ViewBucket(GradientBucket):
                 self._overlaps.require_apart(self.names[place], grad)
 
     def _require_fits(self, grads: Sequence[Tensor | None], there: Sequence[Tensor]) -> None:
+        """See `GradientBucket`; all at once only if all were made elsewhere."""
         if self.is_whole and not self._moved:
             super()._require_fits(grads, there)
             if self._are_all_apart(there):
@@ -123,6 +125,7 @@ class ViewBucket(GradientBucket):
         )
 
     def _require_fit(self, place: int, grad: Tensor) -> None:
+        """See `GradientBucket`; one that has moved in must be untouched since then."""
         moved = self._moved.get(place)
         if moved is None:
             self._require_movable(place, grad)
@@ -163,7 +166,9 @@ class ViewBucket(GradientBucket):
         self._settle()
 
     def _settle(self) -> None:
-        """Let all gradients be in its place."""
+        """Compare the headers, and let every gradient end on the wire, times `factor`; those that
+        lie elsewhere are replaced by `assign_missing`.
+        """
         if self._packing.mismatched:
             self._refuse_sum()
         if not self.is_whole:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that leave together and come back mixed: finds out who wrote them meanwhile.
+"""Weights that leave together and come back mixed, and whether others wrote them meanwhile.
 
 What gossip and local SGD have in common; they send and mix. It writes no weights. On the thread
 that trains.
