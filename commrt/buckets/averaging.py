@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What synchronous training sends in a step: averages into gradients, buffers, and two votes.
+"""What synchronous training sends in a step: averages of gradients, call by call or by graphs.
 
-Also where ranks mix (gossip of gradients), so that averages differ between them. It writes what
-`Engine` writes, and gradients. `AveragingEngine` says which thread calls what.
+And buffers, from the first member to all. Also where ranks mix (gossip of gradients), so that
+averages differ between them. It writes what `Engine` writes, gradients, and buffers.
+`AveragingEngine` says which thread calls what.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor
 
 from commrt import proof
 from commrt.algorithm import Algorithm
-from commrt.algorithms import halving_doubling
 from commrt.buckets.engine import Engine
+from commrt.buckets.flag_vote import ranks_with_flag_now
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.greeting import greet_peers_now
 from commrt.buckets.span import Span
 from commrt.buckets.step_graph import BoundStep, StepGraphs
-from commrt.errors import UsageError
 from commrt.runtime.comparison import Claim
 from commrt.runtime.generation import Members
 from commrt.runtime.wire import QuantizedWire
@@ -57,30 +56,15 @@ class AveragingEngine(Engine):
         """With `same_bits` all schedules must add in one order."""
         self.everybody: Members = tuple(range(world.size))
         """All ranks, which are the members of a step outside of ``join()``."""
+        self.same_bits = same_bits
         # before the engine's constructor, which calls `forget`
         self._uses_graphs = graphs
-        self._same_bits = same_bits
         super().__init__(world, algorithm, buckets)
 
     def _prove(self, schedule: Schedule) -> None:
         super()._prove(schedule)
-        if self._same_bits:
+        if self.same_bits:
             proof.require_one_order(schedule)
-
-    def require_any_members(self) -> None:
-        """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
-        if self._same_bits:
-            raise UsageError(
-                "join() with same_bits=True: a rank that leaves changes every sum; attach without"
-                " same_bits"
-            )
-        try:
-            for members in range(2, self.world.size + 1):  # one alone runs none
-                self.algorithm.schedule(0, members)
-        except UsageError as error:
-            raise UsageError(
-                f"{self.algorithm} cannot go on without a rank that has left join(): {error}"
-            ) from error
 
     def forget(self) -> None:
         """See `Engine.forget`."""
@@ -128,25 +112,13 @@ class AveragingEngine(Engine):
         """
         self.world.comm_thread.submit(lambda: self.tensors.share(flat)).result()
 
-    def submit_has_data(self, present: bool, step: int) -> Future[Members]:
-        """Ask all ranks who still has data: the members of the step, none if nobody has."""
-        tag = Tag(step, "has data")
-        return self.world.comm_thread.submit(lambda: self._take_vote(present, tag))
-
     def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
         """Let devices capture the step before `step` by this engine's `graphs`, if it is time for
         that, and wait; between steps, with nothing in flight.
         """
         if graphs.is_due:
-            agree = partial(self._take_vote, tag=Tag(step, "graphs"))
+            agree = partial(ranks_with_flag_now, self.world, tag=Tag(step, "graphs"))
             self.world.comm_thread.submit(lambda: graphs.capture(agree)).result()
-
-    def _take_vote(self, mine: bool, tag: Tag) -> Members:
-        """Return the ranks whose flag `mine` is True. Collective."""
-        flags = torch.zeros(self.world.size, device="cpu")
-        flags[self.world.rank] = float(mine)
-        self.world.run_now(halving_doubling.all_reduce(self.world.size), flags, tag)
-        return tuple(flags.nonzero().flatten().tolist())
 
     @cached_property
     def _attached(self) -> str:

@@ -40,7 +40,7 @@ from commrt.training.riding import FEEDBACK, NOBODY
 from commrt.training.stateful import Stateful
 from commrt.training.step_guard import StepGuard
 from commrt.training.step_report import StepReport
-from commrt.training.synchronous_join import outlast
+from commrt.training.synchronous_join import outlast, require_any_members, submit_data_vote
 
 TWICE = (
     "the gradient of {name} became ready twice in one backward pass. Reentrant activation"
@@ -241,7 +241,7 @@ class SynchronousReplica(Replica):
             self._looked = self._world.comm_thread.submit(watch)
         # In join() ranks may have left, so each step begins with the question who has data.
         self._has_data = (
-            None if self._world.joined is None else self._engine.submit_has_data(True, self._step)
+            None if self._world.joined is None else submit_data_vote(self._world, True, self._step)
         )
 
     def _submit(self, indices: Iterable[int], *, waits: bool = False) -> None:
@@ -317,11 +317,11 @@ class SynchronousReplica(Replica):
         cannot go on without a rank.
         """
         engine = self._engine
-        engine.require_any_members()
+        require_any_members(engine)
         with joining(self._world, self, also):
             try:
                 yield
-                self._step = outlast(self._request, engine, also, self._step, self._members)
+                self._step = outlast(self._request, also, self._step, self._members)
                 self._guard.restart(also)
                 # also of steps in which this rank had no data
                 asked = gather_integers(self._world, self._riding.asker(), self._step)
