@@ -92,8 +92,8 @@ class BackupWorkersReplica(Replica):
     pass and the next forward pass its loop may do what the other ranks do, such as stepping a
     scheduler, or leave it.
 
-    Written here of others: the world's `membership` and `hooks`, and the guard's `held_back`. What
-    late ranks take is all of `_owners_of_state`, the list that `_state` reads too.
+    Written here of others: the world's `membership` and `hooks`, and the guard's `held_back`. Late
+    ranks take the model and all of `_owners_of_state`, a list that `_state` reads too.
     """
 
     drops_gradients = True

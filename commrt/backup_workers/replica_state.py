@@ -58,8 +58,9 @@ class ReplicaState:
 
     `owners` are what has state besides the model, such as optimizers and schedulers. `give` answers
     other ranks, on threads of the state server; all else is for the training thread. Between `open`
-    and `shut`, `give` reads tensors and states while this rank computes: its copy counts only if
-    no weight was written meanwhile (`_is_whole`). `install` writes the model and the owners.
+    and `shut`, `give` reads tensors and states while this rank computes: of a pass, its copy counts
+    only if no weight was written meanwhile (`_is_whole`). `open`, `install` and `undo` load states
+    into the owners, and the last two write the model.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class ReplicaState:
                 self._changed.wait()
 
     def give(self, version: int, limit_s: float) -> Generator[bytes]:
-        """Yield nothing once `version` or a later one can be copied, then a packed copy, if it is
+        """Yield no bytes once `version` or a later one can be copied, then a packed copy, if it is
         whole.
 
         Ends at once if it cannot be copied in time. Until then `shut` waits.

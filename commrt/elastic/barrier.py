@@ -99,16 +99,16 @@ class Barrier:
                 break
             if head.generation.number != generation.number:
                 return None
-            if all_are_here or not self._has_proposed(head, arrivals, own.what, limit):
+            if all_are_here or not self._propose_if_due(head, arrivals, own.what, limit):
                 Event().wait(pause_s)
         self._delete_keys_of_last(generation, key)
         return generation
 
-    def _has_proposed(
+    def _propose_if_due(
         self, head: Head, arrivals: Mapping[int, Arrival], what: str, limit: Deadline
     ) -> bool:
-        """Propose a generation without those that do not come to `what`, if it is time to; return
-        True if it was.
+        """Propose a generation without those that do not come to `what`; return False if it is too
+        early, or others decide that.
         """
         member = self._member
         # where this rank is missing, the others went on, and have deleted the key
@@ -120,6 +120,7 @@ class Barrier:
         return member.propose_without_absent(head, arrivals, what, limit)
 
     def _begin_gathering(self) -> Head:
+        """Write that ranks gather for this collective, unless another has; return the head."""
         member = self._member
         number = member.collective
         head = member.head()
@@ -133,13 +134,14 @@ class Barrier:
         found = {
             rank: text for rank, other in arrivals.items() if (text := _difference(own, other))
         }
-        for rank, (ours, theirs, advice) in sorted(
-            found.items(), key=lambda each: each[1][2] != UNEQUAL_STEPS
-        ):
-            own_rank = self._member.rank
-            why = f"rank {own_rank} comes to {ours} where rank {rank} comes to {theirs}: {advice}"
-            self._store.set(refusal_key(self._member.collective), why)
-            raise DisagreementError(why)
+        if not found:
+            return
+        rank = min(found, key=lambda each: found[each][2] != UNEQUAL_STEPS)
+        ours, theirs, advice = found[rank]
+        own_rank = self._member.rank
+        why = f"rank {own_rank} comes to {ours} where rank {rank} comes to {theirs}: {advice}"
+        self._store.set(refusal_key(self._member.collective), why)
+        raise DisagreementError(why)
 
     def _delete_keys_of_last(self, generation: Generation, key: str) -> None:
         """Delete what the last collective left on the store: all have come to this one, so no rank
@@ -192,8 +194,8 @@ class Barrier:
     def outcome(
         self, key: str, generation: Generation, look: Callable[[], None] = lambda: None
     ) -> bool:
-        """Wait for the outcome of the vote under `key`, see `vote`; `look` is called regularly, and
-        may raise.
+        """Wait for the outcome of the vote under `key`, see `vote`, and decide that it is lost once
+        not all will vote; `look` is called regularly, and may raise.
         """
         member = self._member
         limit = Deadline(member.timeout_s())

@@ -39,7 +39,7 @@ class StateServer(Listener):
     `give`, with the number that was asked for.
 
     ``give`` yields once when it can answer, and then the answer; if it yields nothing, that is no.
-    The listener's thread adds to `_silent` and the clients' take out, under `_lock`.
+    The threads of the listener and of clients change `_silent`, under `_lock`.
     """
 
     def __init__(self, towards: str, give: Callable[[int], Generator[bytes]]) -> None:
