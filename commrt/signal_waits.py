@@ -64,7 +64,8 @@ def signal_waits(hops: Sequence[Hop], chunks: int, local_peers: Collection[int])
     before = []
     within = []
 
-    def signal_wait(position: int, needs: Mapping[int, int]) -> SignalWait:
+    def wait_for(position: int, needs: Mapping[int, int]) -> SignalWait:
+        """Return the wait for those of `needs` that are new, and note them in `known`."""
         new = {peer: need for peer, need in needs.items() if need > known[peer]}
         known.update(new)
         return SignalWait(position, new)
@@ -76,23 +77,21 @@ def signal_waits(hops: Sequence[Hop], chunks: int, local_peers: Collection[int])
             [each for each in side if each.peer in local_peers] for side in (hop.sends, hop.recvs)
         )
         needs = {
-            peer: max((int(row[t.lo : t.hi].max()) for t in hop.recvs), default=0)
+            peer: max((int(row[recv.lo : recv.hi].max()) for recv in hop.recvs), default=0)
             for peer, row in read.items()
         }
         needs |= {each.peer: ready for each in recvs}
-        before.append(None if hop.idle else signal_wait(ready, needs))
+        before.append(None if hop.idle else wait_for(ready, needs))
         clashing = {
-            s.peer: done
-            for s in sends
-            if any(s.lo < each.hi and each.lo < s.hi for each in hop.recvs)
+            sent.peer: done
+            for sent in sends
+            if any(sent.lo < recv.hi and recv.lo < sent.hi for recv in hop.recvs)
         }
-        within.append(signal_wait(done, clashing) if clashing else None)
+        within.append(wait_for(done, clashing) if clashing else None)
         for sent in sends:
             read[sent.peer][sent.lo : sent.hi] = done
     return SignalWaits(
         tuple(before),
         tuple(within),
-        signal_wait(
-            2 * len(hops) + 1, {peer: int(row.max(initial=0)) for peer, row in read.items()}
-        ),
+        wait_for(2 * len(hops) + 1, {peer: int(row.max(initial=0)) for peer, row in read.items()}),
     )

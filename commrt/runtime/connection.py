@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose one transport for host memory, the same on all ranks, and connect it.
+"""Ranks tell each other where they are, choose one transport for host memory, and connect it.
 
-Reads and writes the store, on whichever thread calls; keeps nothing. A world keeps `Connect`, to
-connect again in a new generation.
+Reads and writes the store, on whichever thread calls, and raises the process's limit on open files;
+keeps nothing. A world keeps `ReconnectOptions`, to connect again in a new generation.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ def compare_starts(
     timeout_s: float,
     choice: tuple[str, str] = ("", ""),
 ) -> Start:
-    """Return where `members` are, once all else that they start with is the same. Collective.
+    """Tell and ask where `members` are, once all else that they start with is the same. Collective.
 
     `choice` is what else must be equal, with its name. Raises `DisagreementError`, and `UsageError`
     if COMMRT_TRANSPORT cannot be.
     """
     raise_limit()
     asked = chosen_transport()
-    starts = dict[int, _Start]()
+    starts = dict[int, _Told]()
     claim = {
         "world size": str(len(members)),
         "COMMRT_TRANSPORT": asked or "not set",
@@ -131,12 +131,12 @@ def compare_starts(
     }
     identity = host_identity()
     host = identity or f"none that rank {rank} can share"
-    own = _Start(host, claim, network_address(store) or "")
+    own = _Told(host, claim, network_address(store) or "")
     try:
         # a rank that differs from the first one need not wait for all
         for some in (members[:1], members):
             found = call_store(
-                partial(gather, store, rank, some, own, timeout_s, _parse_start, stays=True),
+                partial(gather, store, rank, some, own, timeout_s, _parse_told, stays=True),
                 timeout_s,
             )
             starts = {**found, rank: own}
@@ -160,7 +160,9 @@ def compare_starts(
     return Start(hosts, LOOPBACK if is_near else _towards(seen))
 
 
-class _Start(NamedTuple):
+class _Told(NamedTuple):
+    """What one rank tells the others before they connect."""
+
     host: str
     claim: Mapping[str, str]
     address: str
@@ -179,8 +181,8 @@ def _towards(addresses: Sequence[str]) -> str | None:
     return min(filter(None, addresses), key=is_loopback, default=None)
 
 
-def _parse_start(text: bytes) -> _Start:
-    start = _Start(*typed(json.loads(text), str, dict, str))
+def _parse_told(text: bytes) -> _Told:
+    start = _Told(*typed(json.loads(text), str, dict, str))
     require(all(isinstance(value, str) for value in start.claim.values()))
     require(not start.address or ip_address(start.address))
     return start

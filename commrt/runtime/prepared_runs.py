@@ -63,6 +63,7 @@ class PreparedRuns:
     def known(self, schedule: Schedule, buffer: Tensor) -> BoundProgram | None:
         """Return what `run` would only run, else None."""
         found = self._prepared.known(schedule, ref(buffer))
+        # `_place_of`, at one call less
         if found is None or found.place != (
             buffer.data_ptr(),
             buffer.shape,

@@ -55,6 +55,8 @@ class World:
     statement, the other ranks learn of it at once. Of nested ``with`` statements only the outermost
     closes the world, so a function may have its own.
 
+    Methods are for the thread that trains, or for callbacks of its transfers, if they do not say
+    otherwise.
     Attributes may be read on any thread. Those that do not say who writes them never change; the
     others change on the thread that trains, or that closes the world.
     """
@@ -392,7 +394,8 @@ class World:
     def abort(self, reason: BaseException) -> None:
         """End the world because of `reason`: a running transfer ends, and waiting ranks learn why.
 
-        Safe to call twice, after a failure, and while `close` waits. You must still call `close`.
+        On any thread. Safe to call twice, after a failure, and while `close` waits. You must still
+        call `close`.
         """
         self.ending.abort(reason)
 
