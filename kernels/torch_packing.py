@@ -109,15 +109,12 @@ class TorchPacking:
         self._count = len(like)
         self._views = views_of(wire, layout, like)
         self._row = wire[layout.head_numel :]
-        self.packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(
-            t.dtype == wire.dtype for t in like
-        )
+        are_small = self._row.numel() <= SMALL_NUMEL * len(like)
+        dtypes = {tensor.dtype for tensor in like}
+        self.packs_at_once = are_small and dtypes == {wire.dtype}
         """True if small tensors are copied together; see `pack_at_once`. Never changes."""
-        is_narrow = wire.dtype in {torch.bfloat16, torch.float16} and all(
-            t.dtype == torch.float32 for t in like
-        )
-        is_small = self._row.numel() <= SMALL_NUMEL * len(like)
-        self._groups = _groups(wire, layout, like, self._views) if is_narrow and is_small else []
+        is_narrow = wire.dtype in {torch.bfloat16, torch.float16} and dtypes == {torch.float32}
+        self._groups = _groups(wire, layout, like, self._views) if are_small and is_narrow else []
         self._flags = layout.flags(wire)
         self._header = layout.header(wire)
         self._head = wire[: layout.head_numel]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all kernels on tables share: where a tile is, and how to access it 16 bytes at a time.
+"""How kernels find a tile of a tensor, by tables or addresses, and access it 16 bytes at a time.
 
 A program works on one tile of one tensor. Its elements are all up to a multiple of 8, under a mask
 the compiler knows to be one (so it keeps wide accesses), and then up to 7 that are left, the tail.
