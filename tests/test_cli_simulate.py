@@ -111,10 +111,6 @@ def test_every_plan_verifies(ranks, per_node):
         assert prove(schedule, all_reduce(ranks, schedule.chunks)).traffic.steps == steps or not steps
 
 
-def test_more_ranks_than_exchange_codes_at_once_do_it_node_by_node():
-    assert [*coded_candidates(4096, 8)] == [commrt.Direct(8)]
-
-
 STEP = "--ranks 24 --model resnet50 --wire bf16"
 
 
@@ -149,7 +145,7 @@ def test_the_table_shows_the_best_first_and_says_why():
     gains = f"{1e3 * latency_s:.2f} ms less for latencies and {1e3 * (latency_s - exchange_s):.2f} ms more for bytes"
     assert best in first
     assert f"{best} against Ring(), all at once: {gains}" in output
-    assert f"commrt.attach(model, optimizer, commrt.{best})" in output
+    assert record["best"]["python"] in output
 
 
 @for_each(
@@ -204,15 +200,12 @@ def test_a_wire_that_saves_nothing_is_not_recommended():
 SLOW_NETWORK = "plan step --ranks 64 --cluster ethernet-25g --model resnet50 --compute-ms 50"
 
 
-def test_a_plan_proposes_no_codes_unless_asked():
-    assert {plan["wire"] for plan in told(SLOW_NETWORK)["plans"]} == {"fp32", "bf16"}
-
-
 @for_each("wire", QUANTIZERS)
 def test_a_plan_for_a_wire_of_codes_says_to_compare(wire):
     algorithms = [(plan["wire"], plan["algorithm"]) for plan in told(SLOW_NETWORK, "--wire", wire)["plans"]]
     assert algorithms == [(wire, "Direct(within=4)"), (wire, "Direct()")]  # a node has one card
     output = invoke(SLOW_NETWORK, "--wire", wire).stdout
+    assert {plan["wire"] for plan in told(SLOW_NETWORK)["plans"]} == {"fp32", "bf16"}, "no codes unless asked"
     named = f"commrt.quantization.{wire.title()}()"
     assert pasted(named) == QUANTIZERS[wire]
     assert f"wire={named}, bucket_cap_mb=" in output

@@ -57,11 +57,11 @@ def test_a_forced_schedule_is_taken_whatever_it_costs():
 
 
 def test_what_cannot_be_forced_is_refused_with_what_can():
-    with pytest.raises(UsageError, match=r"all_reduce=star.*one of ring, halving_doubling"):
+    with pytest.raises(UsageError, match=r"all_reduce=star.*one of .*ring, .*halving_doubling"):
         parse_forced("all_reduce=star")
-    with pytest.raises(UsageError, match=r"sum=ring.*one of broadcast"):
+    with pytest.raises(UsageError, match=r"sum=ring.*one of .*broadcast"):
         parse_forced("sum=ring")
-    with pytest.raises(UsageError, match=r"'doubling' of all_gather does not take 6 ranks: choose one of ring"):
+    with pytest.raises(UsageError, match=r"'doubling' of all_gather does not take 6 ranks: choose one of .*ring"):
         Selection(HOST, range(6), {"all_gather": "doubling"})
 
 

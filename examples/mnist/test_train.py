@@ -43,7 +43,7 @@ BAD = [
     (("--workers", "0"), "--workers 0: give at least 1"),
     (
         ("--algorithm", "nccl"),
-        "choose one of backup, ddp, direct, .*, local",
+        "choose one of .*backup, .*ddp, .*direct, .*local",
     ),
     (("--batch-size", "3"), "--batch-size 3: each of 4 workers needs an image"),
     (("--batch-size", "4001"), "there are 4000 to train on"),

@@ -235,13 +235,16 @@ def run_with_faults(ranks, algorithm, faults, length=RunLength(), *, timeout_s=1
 
 
 def reference_holds(ends, needed, least=STEPS):
-    """Raise `AssertionError` unless all `ends` are those of `needed` gradients in each of at least `least` steps."""
+    """Return who counted in each step; raise `AssertionError` unless all `ends` are those of `needed` gradients in each
+    of at least `least` steps. None: of any number.
+    """
     used = counted([end.value["used"] for end in ends], needed, least)
     model = network()
     wanted = same_steps(used, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for end in ends:
         if not are_close(wanted, map(torch.from_numpy, end.value["params"])):
             raise AssertionError(f"rank {end.rank} has other weights than the same steps in one process give")
+    return used
 
 
 def counted(found, needed, least):
@@ -250,7 +253,7 @@ def counted(found, needed, least):
     for step, members in (each for mine in found for each in mine.items()):
         if used.setdefault(step, members) != members:
             raise AssertionError(f"step {step}: {members} and {used[step]}")
-    are_as_many = all(len({*members}) == needed for members in used.values())
+    are_as_many = all(needed in {None, len({*members})} for members in used.values())
     if len(used) < least or sorted(used) != list(range(len(used))) or not are_as_many:
         raise AssertionError(f"not {needed} gradients in each step: {used}")
     return used

@@ -21,7 +21,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 import torch
-from fault_cost import Fault, FaultInjector, Trainee, are_close, backward, drained, network, same_steps
+from fault_cost import Fault, FaultInjector, Trainee, backward, drained, network, reference_holds, require_equal
 
 import commrt
 from commrt.local_sgd import LocalSGD
@@ -187,9 +187,15 @@ def local_once(tell, steps, every):
             if step + 1 in sent:
                 tell(("merged", step + 1, sent[step + 1], seen(), exchange.members))
             is_over = not loop.goes_on()
-        step = replica.step
-        replica.consolidate()
-        return trainee.report(equal=replica.replicas_equal(), first=first, step=step, members=[*world.members])
+        return ended(trainee, first)
+
+
+def ended(trainee, first):
+    """Make all ranks equal, and return what is audited of this one."""
+    step = trainee.replica.step
+    trainee.replica.consolidate()
+    equal = trainee.replica.replicas_equal()
+    return trainee.report(equal=equal, first=first, step=step, members=[*trainee.world.members])
 
 
 def gossip(tell, steps, every):
@@ -208,9 +214,7 @@ def gossip(tell, steps, every):
             heard = [] if before is None else sorted(replica.last.received_from)
             tell(("gossiped", step, sent, before, mixed, heard))
             before, is_over = step, not loop.goes_on()
-        step = replica.step
-        replica.consolidate()
-        return trainee.report(equal=replica.replicas_equal(), first=first, step=step, members=[*world.members])
+        return ended(trainee, first)
 
 
 ALONE = {"gossip": gossip, "local SGD": local}
@@ -228,8 +232,7 @@ def run(seed, steps=300, way=0):
     given = (ALONE[way], steps, every) if way in ALONE else (work, way, steps, every, [fault])
     ends = run_processes(PLACES, *given, limit_s=180.0, on_message=growing.on_message, holds_store=True)
     alive = [end for end in ends if end.rank != fault.rank]
-    if broken := [f"rank {end.rank}: {end.error}" for end in alive if end.value is None or not end.value["equal"]]:
-        raise AssertionError(f"{fault}: {broken}")
+    require_equal(alive)
     members = alive[0].value["members"]
     assert {*members} == {end.rank for end in alive}, members
     assert len({end.value["step"] for end in alive}) == 1, "not all stopped after the same step"
@@ -237,7 +240,7 @@ def run(seed, steps=300, way=0):
     if way in ALONE:
         return fault, way, (require_mixes if way == "gossip" else require_means)(growing.used, steps), came
     algorithm = commrt.BackupWorkers(way)
-    used = require_same_steps([end.value for end in alive], steps)
+    used = reference_holds(alive, None, steps)
     assert len(used[max(used)]) == algorithm.needed_among(len(members), 2 + way), "ranks that came do not count"
     require_each_sample_once(growing.used)
     return fault, f"{way} backups", len(used), came
@@ -290,20 +293,6 @@ def require_mixes(told, steps):
     assert unknown <= 1, unknown
     assert checked > 2 * steps, checked
     return checked
-
-
-def require_same_steps(found, steps):
-    """Return which ranks counted; raise unless all have the weights that these gradients give in one process."""
-    used = {}
-    for step, members in (each for mine in found for each in mine["used"].items()):
-        assert used.setdefault(step, members) == members, (step, members, used[step])
-    assert sorted(used) == list(range(len(used))), "a step is missing"
-    assert len(used) >= steps, len(used)
-    model = network()
-    wanted = same_steps(used, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    for each in found:
-        assert are_close(wanted, map(torch.from_numpy, each["params"])), "weights differ from one process's"
-    return used
 
 
 def require_each_sample_once(used, lost=4):

@@ -122,6 +122,8 @@ def coded_candidates(ranks: int, per_node: int = 1) -> Iterator[Algorithm]:
 
     >>> [str(each) for each in coded_candidates(8, per_node=4)]
     ['Direct(within=1)', 'Direct(within=4)']
+    >>> [str(each) for each in coded_candidates(4096, per_node=8)]
+    ['Direct(within=8)']
     """
     if ranks <= MOST_RANKS:
         yield Direct()
