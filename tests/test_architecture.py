@@ -131,9 +131,7 @@ ALLOWED = {
     "commrt/training/packed_state.py": "the name of what torch.load raises",
     "commrt/backup_workers/catch_up.py": "the name of what torch.load raises",
 }
-PIPES = {
-    "commrt/testing/processes.py": "pipes between a process and the ranks that it has started",
-}
+PIPES = {"commrt/testing/processes.py": "pipes between a process and the ranks that it has started"}
 
 
 def unpickling(source):

@@ -28,8 +28,7 @@ BENCH = ROOT / "bench"
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.parametrize(
-    ("name", "chosen"),
-    [("test_on_gpu.py", "not codes or int4"), ("test_kernels.py", "GoogLeNet and mix or reduce")],
+    ("name", "chosen"), [("test_on_gpu.py", "not codes or int4"), ("test_kernels.py", "GoogLeNet and mix or reduce")]
 )
 def test_a_benchmark_of_the_kernels_runs(name, chosen):
     options = ["-q", "-p", "no:cacheprovider", "--benchmark-disable", "-k", chosen]

@@ -176,11 +176,7 @@ def test_masks_codebooks_and_observers_stay_each_ranks_own_and_become_rank_zeros
     assert not torch.equal(own[2], other[2])
 
 
-NORMS = [
-    lambda: nn.BatchNorm1d(8),
-    lambda: nn.SyncBatchNorm(8),
-    lambda: nn.InstanceNorm1d(8, track_running_stats=True),
-]
+NORMS = [lambda: nn.BatchNorm1d(8), lambda: nn.SyncBatchNorm(8), lambda: nn.InstanceNorm1d(8, track_running_stats=True)]
 
 
 @for_each(("algorithm", "norm"), taking_turns(WAYS, NORMS))

@@ -81,6 +81,7 @@ REFUSED = [
     ("verify torus2d --within 2", "--within is for .*double_tree, .*rings.*, not for torus2d"),
     (f"verify {'9' * 5000}", r"no algorithm is called '9+ \.\.\. 9+': choose one of"),
     ("simulate exchange ring --nbytes inf", "--nbytes inf: give a number"),
+    ("simulate exchange ring --nbytes 1 --cluster nowhere", "no cluster is called 'nowhere': there are abci, "),
     ("simulate exchange local --nbytes 1", "of local are simulated by another command: commrt simulate local"),
     (f"simulate exchange ring --ranks 60000 --cluster ethernet-10g {INT4}", "cannot carry ring: codes do not add.*dir"),
     (f"simulate exchange gossip --ranks 8 {INT4}", "with gossip: .* or Direct"),

@@ -130,11 +130,6 @@ def test_a_step_of_few_samples_computes_at_the_speed_of_its_kernels(tmp_path):
         assert record["images_per_second"] == pytest.approx(8 * rate * record["exchanges"][1]["efficiency"])
 
 
-def test_a_name_of_no_cluster_and_of_no_toml_file_is_refused_in_words():
-    with pytest.raises(UsageError, match=r"no cluster is called 'nowhere': there are abci, "):
-        Cluster.named("nowhere")
-
-
 @for_each(
     ("name", "why"),
     [

@@ -34,18 +34,14 @@ NBITS = {short: 8 * dtype.itemsize for dtype, short in SHORT.items()}
 PURE_COPIES = [
     f"{kernel} {dtype} {dtype} align 16" for kernel in ("pack", "unpack") for dtype in ("fp32", "bf16", "fp16")
 ]
-INSTRUCTIONS_PER_ELEMENT = {
-    "unpack fp32 fp32 align 16": 2.1,
-    "pack fp32 bf16 align 16": 3.1,
-}
+INSTRUCTIONS_PER_ELEMENT = {"unpack fp32 fp32 align 16": 2.1, "pack fp32 bf16 align 16": 3.1}
 """At most, on sm_90a: to copy; to scale and cast."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("program", "every", "golden"),
-    [("inspect_kernels.py", EVERY, GOLDEN), ("inspect_quantize.py", 31, GOLDEN_CODING)],
+    ("program", "every", "golden"), [("inspect_kernels.py", EVERY, GOLDEN), ("inspect_quantize.py", 31, GOLDEN_CODING)]
 )
 def test_the_kernels_compile_to_what_the_golden_file_says(program, every, golden):
     """After a change that is meant, ``python dev/PROGRAM --write GOLDEN`` writes the file."""

@@ -72,15 +72,7 @@ def point_elsewhere(model):
         param.grad.data = param.grad.data.clone()
 
 
-LOOPS = (
-    nn.Module.zero_grad,
-    keep,
-    zero_in_place,
-    clip_and_drop_some,
-    clone,
-    zero_under_another_name,
-    point_elsewhere,
-)
+LOOPS = (nn.Module.zero_grad, keep, zero_in_place, clip_and_drop_some, clone, zero_under_another_name, point_elsewhere)
 PASSES = ("backward", "accumulated", "by hand", "without the first layer", "scaled", "nothing on one rank")
 
 

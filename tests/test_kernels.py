@@ -195,10 +195,7 @@ def is_far_program_summed():
 F32, BF16, F16 = GPU_DTYPES
 CHECKS = {
     "pack": [lambda: is_alike(packed, F32, BF16, 0)],
-    "unpack": [
-        lambda: is_header_noticed(interpreted_gpu, F32, 31),
-        lambda: is_alike(unpacked, F32, BF16, 0),
-    ],
+    "unpack": [lambda: is_header_noticed(interpreted_gpu, F32, 31), lambda: is_alike(unpacked, F32, BF16, 0)],
     "mix": [lambda: is_alike(mixed, F32, BF16, 0)],
     "reduce": [is_far_program_summed, lambda: is_summed_alike(interpreted_gpu, BF16, 3, TILE + 9, 0)],
     "tiles": [is_far_tile_mixed, lambda: is_alike(packed, F32, F32, 1)],

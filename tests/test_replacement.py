@@ -80,10 +80,7 @@ def test_a_replacement_with_another_model_is_told_what_differs(model, claim, kin
     ],
 )
 def test_a_replacement_cannot_call_collectives_before_it_is_admitted(call):
-    with (
-        replacement_world() as world,
-        pytest.raises(UsageError, match="takes the place of rank 2 while the others"),
-    ):
+    with replacement_world() as world, pytest.raises(UsageError, match="takes the place of rank 2 while the others"):
         call(world)
 
 

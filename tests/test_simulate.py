@@ -49,11 +49,7 @@ def ring_s(ranks, nbytes, latency_s, bytes_per_s):
 STARTS = st.floats(0, 0.01).map(lambda s: [s] * 12) | st.lists(st.floats(0, 0.01), min_size=12, max_size=12)
 
 
-@given(
-    name=st.sampled_from([*ALGORITHMS]),
-    starts_s=STARTS,
-    per_node=st.integers(1, 5),
-)
+@given(name=st.sampled_from([*ALGORITHMS]), starts_s=STARTS, per_node=st.integers(1, 5))
 def test_steps_that_are_alike_take_as_long_as_one_by_one(name, starts_s, per_node):
     cluster = Cluster("c", "", per_node, Link(1.0, 10.0), Between(7.0, 1.0), reduce_gbytes_per_s=5.0)
     pricing = Pricing(by_name(name).schedule(0, 12), cluster)

@@ -53,9 +53,7 @@ def by_device(ranks, timeout_s):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [local, gloo, shared, two_hosts_in_turn, nccl, peers, harmless, by_device],
-    ids=lambda make: make.__name__,
+    "make", [local, gloo, shared, two_hosts_in_turn, nccl, peers, harmless, by_device], ids=lambda make: make.__name__
 )
 @for_each("check", conformance.CHECKS)
 def test_conforms(make, check):

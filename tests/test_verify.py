@@ -51,10 +51,7 @@ PUSH = Step.of(0, 1, 0, 1, ADD)
 REFUSED = {
     "step 0: the transfer add  0->2 [0:1) names a rank outside 0..1": (all_reduce(2, 1), Step.of(0, 2, 0, 1, ADD)),
     "step 0: the transfer add  -1->0 [0:1) names a rank outside 0..1": (all_reduce(2, 1), Step.of(-1, 0, 0, 1, ADD)),
-    f"step 0: the transfer copy  0->1 [1:4) {NO_CHUNKS}": (
-        all_reduce(2, 3),
-        Step.of([0, 0], 1, [0, 1], [1, 4], COPY),
-    ),
+    f"step 0: the transfer copy  0->1 [1:4) {NO_CHUNKS}": (all_reduce(2, 3), Step.of([0, 0], 1, [0, 1], [1, 4], COPY)),
     f"step 0: the transfer copy  0->1 [-1:1) {NO_CHUNKS}": (all_reduce(2, 3), Step.of(0, 1, -1, 1, COPY)),
     f"step 0: the transfer copy  0->1 [2:1) {NO_CHUNKS}": (all_reduce(2, 3), Step.of(0, 1, 2, 1, COPY)),
     "step 1: the transfer add  1->1 [0:1) is from a rank to itself; leave it out": (

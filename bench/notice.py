@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon do ranks notice that one of them is lost? ``python tests/audits/notice.py --runs 20``.
+"""How soon do ranks notice that one of them is lost? ``python bench/notice.py --runs 20``.
 
 Four processes sum a tensor again and again (`world.all_reduce`, a ring), and one of them is killed or stopped at a
 random instant. **Timed**: from that signal until the last of the other three raises its error. `connection` is the part
