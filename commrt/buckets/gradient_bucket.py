@@ -76,6 +76,7 @@ class GradientBucket:
         self.params = params
         self.layout = layout
         self.wire = wire
+        """What travels; programs that are bound to it write sums there."""
         self.header = Header(0, model, 0, 0, index, 0)
         """What its wire says in every step; the first bucket's says more."""
         self.quantized = quantized
@@ -83,7 +84,9 @@ class GradientBucket:
         self.head_numel = layout.head_numel
         feeds_back = quantized is not None and quantized.feedback
         self.residual = torch.zeros_like(wire[self.head_numel :]) if feeds_back else None
-        """What rounding lost, behind the head, for the next step; None without feedback."""
+        """What rounding lost, behind the head, for the next step; None without feedback. Quantized
+        programs write it, and between steps who loads a checkpoint or makes buckets anew.
+        """
         gaps = [] if quantized is None else [place - self.head_numel for place in layout.gaps()]
         self._gaps = torch.tensor(gaps, device=wire.device) if gaps else None
         self.names = tuple(name for name, _ in params)  # in wire order
@@ -100,7 +103,9 @@ class GradientBucket:
         self._nbytes = [like.nbytes for like in self._like]
         self._packing = packing(wire, layout, self._like)
         self.repeatable = repeatable(self._packing)
-        """Launches that a device graph can hold; None where plain torch packs, as on a CPU."""
+        """Launches that a device graph can hold; None where plain torch packs, as on a CPU. Those
+        who bind and capture load its kernels.
+        """
         self.own_settings: Callable[[], str] = str
         """Returns what this rank's settings are, for errors; `Request.build_buckets` sets it."""
         self._scale = 1.0  # of the gradients on the wire
