@@ -85,7 +85,8 @@ class GradientBucket:
         feeds_back = quantized is not None and quantized.feedback
         self.residual = torch.zeros_like(wire[self.head_numel :]) if feeds_back else None
         """What rounding lost, behind the head, for the next step; None without feedback. Quantized
-        programs write it, and between steps who loads a checkpoint or makes buckets anew.
+        programs write it, and before `pack` whoever goes on from another one: of a checkpoint, of
+        buckets before, or of an exchange of local SGD that is done again.
         """
         gaps = [] if quantized is None else [place - self.head_numel for place in layout.gaps()]
         self._gaps = torch.tensor(gaps, device=wire.device) if gaps else None
