@@ -151,7 +151,7 @@ class GradientWeights:
 
     def _begin(self, number: int, weight: float, holds_means: Callable[[], bool]) -> None:
         """Note that backward pass `number` runs through a loss of this `weight`."""
-        if number == self._left:
+        if number in (self._left, self._counted):
             raise UsageError(
                 "losses that weigh, of which one began when gradients of another had left, in one"
                 " backward pass: weigh each in a pass of its own, all but the last in no_sync()"

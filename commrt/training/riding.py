@@ -82,7 +82,7 @@ class Riding:
         self._rank = rank
         self._numbers: dict[str, float] = {}  # that ride in the next step
         self._skips = False  # the wish to skip rides in the next step
-        self._is_idle = True  # neither rides, and nothing but a wish to stop did in the latest step
+        self._is_idle = True  # neither rides, and nothing did in the latest step
         self.wants_stop = False
         """True once this rank has asked to stop; rides in each step.
 
