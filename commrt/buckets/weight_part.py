@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from commrt.buckets.digest import in_memory_order
 from commrt.buckets.tensors import MODEL_CHANGED, REPLACED, TensorKind, TensorSlot
 from commrt.errors import UsageError
 
@@ -25,8 +26,7 @@ def _spaced(tensor: Tensor) -> Tensor:
     """Return a view of at most `MOST_LOOKED_AT` elements; of none where memory has gaps or
     overlaps.
     """
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    dense = tensor.detach().permute(order)
+    dense = in_memory_order(tensor.detach())
     if not dense.is_contiguous():
         return tensor.detach().new_empty(0)
     return dense.view(-1)[:: max(-(-tensor.numel() // MOST_LOOKED_AT), 1)]
