@@ -2,7 +2,8 @@
 """When steps end, and what they report, of replicas that exchange after the optimizers' steps.
 
 Between exchanges they may differ. What gossip and local SGD share: subclasses say what is sent and
-mixed. Used on the thread that trains; hooks of gradients run on that of the backward pass.
+mixed, and this writes only gradients that weigh. Used on the thread that trains; hooks of gradients
+run on that of the backward pass.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class AfterStepReplica(ElasticReplica):
         self._exposed_s = 0.0
 
     def _hooks(self) -> Iterator[RemovableHandle]:
-        """Yield the hooks of gradients; each acts at the first one of a backward pass."""
+        """Yield the hooks of gradients; they act at the first one of a backward pass."""
         return on_dense_gradients(
             self, self._params, AfterStepReplica._on_first_gradient, once_per_pass=True
         )
