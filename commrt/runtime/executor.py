@@ -150,7 +150,7 @@ class Scratch(dict[tuple[str, torch.device], Tensor]):
         self._allocate = allocate
 
     def row(self, numel: int, dtype: torch.dtype, device: torch.device, use: str = "") -> Tensor:
-        """Return [numel] of the memory for this `use`; nobody reads its old contents."""
+        """Return [numel] of the memory for this `use`, made anew if too small; contents are old."""
         nbytes = numel * dtype.itemsize
         if (use, device) not in self or len(self[use, device]) < nbytes:
             self[use, device] = self._allocate(nbytes, torch.uint8, device)
@@ -254,7 +254,7 @@ class Binder:
     def group(
         self, number: int, hop: Hop, places: Sequence[Tensor], *, reads: bool = False
     ) -> P2PGroup:
-        """Return the messages of a hop, whose receives go to `places`."""
+        """Return the messages of a hop, whose receives go to `places`, and note them."""
         sends = [P2PMessage(each.peer, self.own(each), each.group) for each in hop.sends]
         recvs = [
             P2PMessage(each.peer, place, each.group)

@@ -17,7 +17,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Functions of the attached model, called on the training thread; by default do nothing."""
+    """Functions of the attached model; by default they do nothing.
+
+    Called on the training thread, those about a close on the one that closes the world.
+    """
 
     before_collective: Callable[[], None] = _nothing
     when_all_came: Callable[[], None] = _nothing

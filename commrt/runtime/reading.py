@@ -209,7 +209,10 @@ class _Reader(Binder):
         return self._in_peer(each) if each.peer in self._local_peers else self.own(each)
 
     def _moves(self, hop: Hop, places: Sequence[Tensor], *, lands: bool) -> tuple[Combination, ...]:
-        """Return what copies and combines receives at `places`; `lands`: nothing reads copies."""
+        """Return what copies and combines receives at `places`; `lands`: nothing reads copies.
+
+        Notes in `peer_parts` what it does not copy.
+        """
         copies = []
         for each, place in zip(hop.recvs, places, strict=True):
             own = self.own(each)

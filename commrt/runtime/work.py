@@ -46,6 +46,7 @@ class Work:
         self._is_observed = future is None
 
     def _task(self) -> Future[Any]:
+        """Return the future, and make one that is done for a transfer that had none."""
         if self._future is None:
             self._future = Future()
             self._future.set_result(None)

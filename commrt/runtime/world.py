@@ -99,7 +99,7 @@ class World:
         """This rank's number on its host, from the launcher."""
         self.launcher = launcher
         """The launcher's name."""
-        self.ending = Ending(self, self._forget_programs)
+        self.ending = Ending(self, self._forget_programs)  # which reads this world later
         """How this world ends, and whether it has."""
         self.comm_thread = CommThread(
             self.ending.on_failure, f"commrt-rank{self.rank}", lambda: self.timeout_s
