@@ -171,7 +171,7 @@ def test_ranks_that_train_use_each_sample_once_also_if_gradients_are_dropped(alg
 class Reports:
     """A replica that says how its latest step went, and takes the state of another rank when it catches up."""
 
-    stopping = ()
+    stopping, drops_gradients = (), True
 
     def __init__(self, shares, **last):
         self.shares, self.last = shares, StepReport(0, (0,), 0.0, (), **last) if last else None

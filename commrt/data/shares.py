@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sampler that survives: each sample is used once per epoch, whatever happens to the ranks.
 
-It sends nothing itself: ranks agree as they compute the same, and a late rank takes the position of
-another one by `Replica.drain`. Used on the thread that trains.
+It sends nothing itself: ranks agree as they compute the same. A late rank takes the position of
+another one by `Replica.drain`, which calls `Shares.load_state_dict`. On the thread that trains.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Shares:
         try:
             parse_int(batch_size, least=1)
             self._size = parse_int(len(dataset), least=1)
-            self._point = self._begin(parse_int(seed), 0)
+            self._point = self._start(parse_int(seed), 0)
+            """How far training is; `_go_to` alone changes it, also inside of `Replica.drain`."""
         except MALFORMED as error:
             raise UsageError(
                 f"Shares of a {type(dataset).__name__}, batch_size={batch_size!r:.40}, "
@@ -95,9 +96,12 @@ class Shares:
             ) from error
         self._place = _place_in_world() if place is None else place
         self._order = lru_cache(1)(partial(order_of, self._size))
-        self._drawn: deque[_Draw] = deque()  # by the loader; the loop does not have it yet
-        self._hand: _Draw | None = None  # what the loop has, until it is done
+        self._drawn: deque[_Draw] = deque()
+        """What the loader has drawn, and the loop does not have yet."""
+        self._hand: _Draw | None = None
+        """What the loop has, until it is done; None again if another position is loaded."""
         self._replica: Replica | None = None
+        """That of the latest `batches`."""
 
     @property
     def epoch(self) -> int:
@@ -111,7 +115,10 @@ class Shares:
         return whole + (1 if rest >= ranks else ceil(rest / self.batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's samples of each step to come, if all gradients are used."""
+        """Yield this rank's samples of each step to come, if all gradients are used.
+
+        From now on batches are those of this iterator, not of an earlier one.
+        """
         self._drawn = deque()
         return self._draws(self._drawn)
 
@@ -162,7 +169,7 @@ class Shares:
             if not found:
                 raise UsageError(f"the loader gave no batch of these Shares: {MAKE_LOADER}")
             found = False
-            self._drawn = deque()
+            self._drawn = deque()  # stays empty if the loader draws from another sampler
             for batch in loader:
                 if not self._drawn:
                     break
@@ -184,25 +191,29 @@ class Shares:
 
         Raises `UsageError` without a batch, or if the other ranks have left the loop.
         """
+        replica = self._replica
+        report = None if replica is None else replica.last
+        if counted is None and replica is not None and report is not None:
+            if not report.counted:
+                self._hand = None
+                replica.drain()  # goes to another rank's position
+                if report.ended and not replica.stopping:
+                    what = "let all ranks leave it after the same step"
+                    raise UsageError(f"the other ranks have left the loop over Shares: {what}")
+                return
+            if replica.drops_gradients:
+                counted = report.members
         hand = self._hand
         self._hand = None
-        report = None if self._replica is None else self._replica.last
-        if counted is None and self._replica is not None and report and not report.counted:
-            self._replica.drain()
-            if report.ended and not self._replica.stopping:
-                what = "let all ranks leave it after the same step"
-                raise UsageError(f"the other ranks have left the loop over Shares: {what}")
-            return
         if hand is None:
             raise UsageError(f"done() without a batch of the position that is loaded: {CALL_DONE}")
         point, ranks, batch_size, _ = hand
-        if counted is None:
-            names_them = self._replica is not None and self._replica.drops_gradients
-            counted = report.members if report and names_them else range(ranks)
-        todo = left_after(point.todo, ranks, batch_size, counted)
-        self._go_to(point._replace(todo=todo) if todo else self._begin(point.seed, point.epoch + 1))
+        todo = left_after(
+            point.todo, ranks, batch_size, range(ranks) if counted is None else counted
+        )
+        self._go_to(point._replace(todo=todo) if todo else self._start(point.seed, point.epoch + 1))
 
-    def _begin(self, seed: int, epoch: int) -> _Point:
+    def _start(self, seed: int, epoch: int) -> _Point:
         return _Point(seed, epoch, ((0, self._size),))
 
     def _go_to(self, point: _Point) -> None:
