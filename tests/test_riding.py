@@ -628,7 +628,7 @@ def test_a_watch_on_gossip_names_the_rank_whose_message_came_with_a_flipped_bit(
 
         def run_and_flip(tag):
             bound.run(tag)
-            if (self.world.rank, tag.step) == (1, 3):
+            if (self._world.rank, tag.step) == (1, 3):
                 message.received.view(torch.int32)[-20] ^= 1
 
         return bound._replace(run=run_and_flip)

@@ -3,22 +3,21 @@
 
 Daily et al., "GossipGraD", 2018: while a rank computes on one batch, the batch that it used before
 travels to the next rank. There it takes the place of the batch that the next rank sends on. The
-communication thread exchanges; all else happens on the thread that trains.
+communication thread exchanges; all else happens on the thread that trains. `shard` has the samples.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from commrt.algorithms import halving_doubling
+from commrt.data.shard import Indexed, Shard
 from commrt.errors import UsageError
 from commrt.runtime.init import current
 from commrt.runtime.membership import LOST
@@ -30,16 +29,7 @@ from commrt.threads.future import Future
 from commrt.training.flat_buffer import FlatBuffer
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
-UNDO_BATCHES = 8
-"""Batches that can be taken back: so far a rank may be ahead of one that lost its neighbour."""
 TAG = Tag(0, "samples")
-
-
-@runtime_checkable
-class _Indexed(Protocol):
-    def __getitem__(self, index: int, /) -> Any: ...
-
-    def __len__(self) -> int: ...
 
 
 class _Buffers(NamedTuple):
@@ -76,10 +66,10 @@ class RingShuffle:
     """
 
     def __init__(
-        self, samples: _Indexed, batch_size: int, *, world: World | None = None, seed: int = 0
+        self, samples: Indexed, batch_size: int, *, world: World | None = None, seed: int = 0
     ) -> None:
         self._world = current() if world is None else world
-        self._fields = _stacked(samples)
+        self._shard = Shard(samples)
         self._batch_size = batch_size
         if self._world.size > self._world.founders:
             raise UsageError(
@@ -89,22 +79,20 @@ class RingShuffle:
             raise UsageError(f"batch_size={batch_size}: say how many samples a batch has")
         self._seed = seed
         self.passes = 0
-        """The number of whole passes so far."""
+        """The number of whole passes so far; written here only, on the thread that trains."""
         self._taken = 0  # batches of the running pass
         self._order = lru_cache(2)(self._order_of)
+        # of the latest exchange; from now on the communication thread writes it, and `_prepared`
         self._generation = self._world.membership.number
         self._buffers = Renewed(self._world, self._new_buffers)
         self._prepared = Prepared[Exchange](self._world, kept=1)
         self._in_flight: _InFlight | None = None
-        self._completed = 0  # batches exchanged since the start
-        # which can be taken back
-        self._replaced: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=UNDO_BATCHES)
-        kinds = ", ".join(f"{field.dtype}{list(field.shape)}" for field in self._fields)
+        kinds = ", ".join(f"{field.dtype}{list(field.shape)}" for field in self._shard.fields)
         self._world.agree("RingShuffle", samples=kinds, batch_size=str(self._batch_size))
 
     def __len__(self) -> int:
         """Return the number of batches of a pass."""
-        return (len(self._fields[0]) + self._batch_size - 1) // self._batch_size
+        return (len(self._shard) + self._batch_size - 1) // self._batch_size
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the remaining batches of the running pass."""
@@ -117,7 +105,7 @@ class RingShuffle:
                 self.drain()  # the last batch of the pass before may bring samples of this one
             places = self._places(batch)
             self._taken = self._taken + 1
-            yield tuple(field[places] for field in self._fields)
+            yield tuple(self._shard.batch(places))
         self.passes = self.passes + 1
         self._taken = 0
 
@@ -130,7 +118,7 @@ class RingShuffle:
             1, np.uint64
         )
         generator = torch.Generator().manual_seed(int(seed[0] >> 1))
-        return torch.randperm(len(self._fields[0]), generator=generator, device="cpu")
+        return torch.randperm(len(self._shard), generator=generator, device="cpu")
 
     def drain(self) -> None:
         """Wait for the batch in flight, and put what has come into the shard; not collective."""
@@ -141,17 +129,10 @@ class RingShuffle:
         completed = answer.result()
         if completed is None:
             return
-        if completed > self._completed:
-            self._replaced.append((places, [field[places] for field in self._fields]))
-            self._put(places, buffers.received.parts)
-        while self._completed > completed and self._replaced:
-            self._put(*self._replaced.pop())
-            self._completed -= 1
-        self._completed = completed
-
-    def _put(self, places: Tensor, batch: Sequence[Tensor]) -> None:
-        for field, part in zip(self._fields, batch, strict=True):
-            field[places] = part
+        if completed > self._shard.replaced:
+            self._shard.replace(places, buffers.received.parts)
+        else:
+            self._shard.take_back(completed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a checkpoint needs, also the samples: they have moved since the start."""
@@ -159,7 +140,7 @@ class RingShuffle:
         return {
             "passes": self.passes,
             "taken": self._taken,
-            "samples": [field.clone() for field in self._fields],
+            "samples": [field.clone() for field in self._shard.fields],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -174,7 +155,7 @@ class RingShuffle:
             raise UsageError(
                 "a state that no RingShuffle has saved: pass what state_dict() returned"
             ) from error
-        if kinds != [(field.dtype, field.shape) for field in self._fields]:
+        if kinds != [(field.dtype, field.shape) for field in self._shard.fields]:
             raise UsageError(
                 "a state of other samples: make the RingShuffle with the shard that it was saved"
                 " with"
@@ -182,27 +163,25 @@ class RingShuffle:
         self.drain()
         self.passes = passes
         self._taken = taken
-        for own, saved in zip(self._fields, samples, strict=True):
-            own.copy_(saved)
-        self._replaced.clear()  # the shard was replaced
+        self._shard.load(samples)
 
     def _send(self, places: Tensor) -> None:
         # A smaller batch repeats its last sample, so that one exchange is bound for all.
-        most = min(self._batch_size, len(self._fields[0]))
+        most = min(self._batch_size, len(self._shard))
         places = torch.cat([places, places[-1:].expand(most - len(places))])
         buffers = self._buffers.current()
-        buffers.sent.fill([field[places] for field in self._fields])
+        buffers.sent.fill(self._shard.batch(places))
         if self._world.membership.needed:
             raise UsageError(
                 "RingShuffle passes a batch on in each step, and with BackupWorkers ranks make"
                 " different numbers of steps: let each rank draw from all samples, as torch's"
                 " DistributedSampler does"
             )
-        exchange = partial(self._exchange, buffers, self._completed)
+        exchange = partial(self._exchange, buffers, self._shard.replaced)
         self._in_flight = _InFlight(places, buffers, self._world.comm_thread.submit(exchange))
 
     def _new_buffers(self) -> _Buffers:
-        like = [field[: self._batch_size] for field in self._fields]
+        like = [field[: self._batch_size] for field in self._shard.fields]
         allocate = self._world.transport.allocate
         return _Buffers(FlatBuffer(like, allocate), FlatBuffer(like, allocate))
 
@@ -246,29 +225,3 @@ class RingShuffle:
         self._world.run_now(halving_doubling.all_reduce(len(members)), counts, TAG, members)
         self._generation = self._world.membership.number
         return int(counts[list(members)].min())
-
-
-def _stacked(samples: _Indexed) -> list[Tensor]:
-    """Return the fields [n, ...] of all samples."""
-    if (
-        isinstance(samples, list | tuple)
-        and samples
-        and all(isinstance(part, Tensor) for part in samples)
-    ):
-        fields = [part.clone() for part in samples]
-    elif isinstance(samples, _Indexed) and len(samples):
-        collated = default_collate([samples[i] for i in range(len(samples))])
-        fields = [*collated] if isinstance(collated, list | tuple) else [collated]
-    else:
-        raise UsageError(f"a {type(samples).__name__} has no samples: pass a dataset, or tensors")
-    if not all(isinstance(field, Tensor) for field in fields):
-        kinds = ", ".join(type(field).__name__ for field in fields)
-        raise UsageError(
-            f"samples of {kinds} cannot be sent: make them tensors, numbers, or tuples of these"
-        )
-    lengths = {len(field) for field in fields}
-    if len(lengths) != 1 or not min(lengths):
-        raise UsageError(
-            f"fields of {sorted(lengths)} samples: all need the same number, and at least one"
-        )
-    return fields

@@ -2,7 +2,7 @@
 """The exchange of weights by gossip: one message to a partner for each bucket and step.
 
 The thread that trains sends a bucket, and notes in it and in its message that it is in flight. The
-communication thread proves, binds and runs.
+communication thread proves, binds and runs; it also follows the membership when ranks are lost.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import torch
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.header import Header, explain_mismatch
-from commrt.buckets.riders import NOTHING_LEAVES, SLOT, Leaving, Riders
+from commrt.buckets.riders import NOTHING_LEAVES, Riders
 from commrt.buckets.span import Span
 from commrt.errors import DisagreementError
+from commrt.gossip.stop import NO_STOP, Stop
 from commrt.gossip.weight_bucket import Message, Received, WeightBucket
 from commrt.kernels.layout import HEADER_NUMEL
 from commrt.program import Program, permuted_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import promise
 from commrt.runtime.executor import Scratch, bind
-from commrt.runtime.generation import Generation
+from commrt.runtime.generation import Generation, Members
 from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import Prepared
 from commrt.runtime.reading import bind_reading, bind_receiving
@@ -37,22 +38,6 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 KEPT = 64
 """Schedules whose programs are kept, with all messages that they are bound to."""
-
-
-class Stop(NamedTuple):
-    """The wish of a rank that all stop after a step."""
-
-    step: int
-    asker: int
-
-    def leaving(self) -> Leaving:
-        """Return what tells others of it."""
-        slot = np.zeros((), SLOT)
-        slot["present"], slot["stop_at"], slot["asker"] = 1, *self
-        return Leaving(slot)
-
-
-NO_STOP = Stop(1 << 32, -1)
 
 
 class BoundExchange(NamedTuple):
@@ -88,21 +73,29 @@ class GossipExchange:
     members. A member that has not reached that step trains alone until then.
 
     From `share` to `release` the communication thread alone changes the members, and all that is
-    bound for them; the thread that trains reads `members`.
+    bound for them; the thread that trains reads `members`. Written here of others: the fields of a
+    `Message` that it names, `WeightBucket.in_flight` and `sent`, and `Membership.failures`.
     """
 
     def __init__(self, world: World, algorithm: Gossip, number: int) -> None:
-        self.world = world
+        self._world = world
         self._attached = algorithm
+        self._algorithm = algorithm  # among the members
         self._number = number
-        self._generation = self._shared = -1
+        # the numbers of the generations of the members, and in which peers may read messages
+        self._generation = -1
+        self._shared = -1
+        self.members: Members = ()
+        """The ranks that exchange now; none before `prove`."""
+        self._ranks: IntArray = np.arange(0)
         self._prove = lru_cache(KEPT)(self._prove_anew)
         self._prepared = Prepared[_Round](world, KEPT)
+        self._scratch = Scratch()
         self._round_at = lru_cache(1)(self._find_round)
 
     def prove(self) -> Schedule:
         """Prove the exchanges of a period, and return the first."""
-        self._adopt(self.world.membership.generation)
+        self._adopt(self._world.membership.generation)
         return self._algorithm.schedule(0, len(self.members))
 
     def _adopt(self, generation: Generation) -> None:
@@ -112,7 +105,7 @@ class GossipExchange:
         self._ranks = np.array(self.members)
         ranks = len(self.members)
         self._algorithm = (
-            self._attached.among(ranks) if ranks != self.world.founders else self._attached
+            self._attached.among(ranks) if ranks != self._world.founders else self._attached
         )
         for step in range(self._algorithm.period(ranks)):
             self._prove(_unrenamed(self._algorithm.schedule(step, ranks))[0])
@@ -125,13 +118,13 @@ class GossipExchange:
 
         After a rank was lost the others allocate anew, and GPUs go on through NCCL.
         """
-        if self.world.size == 1:
+        if self._world.size == 1:
             return
         self._shared = self._generation
         messages = [message for bucket in buckets for message in bucket.messages()]
         buffers = [buffer for message in messages for buffer in (message.sent, message.received)]
-        windows = self.world.comm_thread.submit(
-            lambda: self.world.transport.share(buffers)
+        windows = self._world.comm_thread.submit(
+            lambda: self._world.transport.share(buffers)
         ).result()
         for number, message in enumerate(messages):
             message.windows = windows[2 * number : 2 * number + 2]
@@ -144,8 +137,8 @@ class GossipExchange:
         the next step but one, or later. Ranks may come to all places meanwhile, which costs some a
         mix: so twice as many steps where there are more.
         """
-        places = self.world.size
-        founders = self.world.founders
+        places = self._world.size
+        founders = self._world.founders
         staleness = self._algorithm.staleness
         if places > founders:
             rounds = self._attached.among(places).period(places)
@@ -158,7 +151,7 @@ class GossipExchange:
 
         On the training thread.
         """
-        membership = self.world.membership
+        membership = self._world.membership
         if bucket.index == 0:
             membership.submit_step(step)
         header = Header(0, self._number, 0, step, bucket.index, 0)
@@ -166,7 +159,7 @@ class GossipExchange:
         message.step = step
         if message.said is not None and (stop != NO_STOP or message.said.is_loaded):
             message.said.load(NOTHING_LEAVES if stop == NO_STOP else stop.leaving())
-        comm_thread = self.world.comm_thread
+        comm_thread = self._world.comm_thread
         listener = comm_thread.listener
         facts: dict[str, Fact] = {"number": bucket.index, "step": step}
         with NOTHING if listener is None else within_range(listener, "submit", **facts):
@@ -184,10 +177,10 @@ class GossipExchange:
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
         """Exchange `message` on the communication thread, unless this rank trains alone."""
         begin_s = perf_counter()
-        membership = self.world.membership
+        membership = self._world.membership
         done = NOTHING_DONE
         sources = list[int]()
-        listener = self.world.comm_thread.listener
+        listener = self._world.comm_thread.listener
         facts: dict[str, Fact] = {"number": bucket, "step": step, "algorithm": "gossip"}
         with NOTHING if listener is None else within_range(listener, "bucket", **facts):
             if bucket == 0:
@@ -218,8 +211,8 @@ class GossipExchange:
                 message.said.write()
         exchange.run(tag)
         if message.received.is_cuda:
-            self.world.transport.wait()  # before it mixes what may never have come
-        self.world.membership.failures = 0
+            self._world.transport.wait()  # before it mixes what may never have come
+        self._world.membership.failures = 0
         ours = message.sent[:HEADER_NUMEL]
         theirs = message.received[:HEADER_NUMEL]
         if not torch.equal(ours != 0, theirs != 0):
@@ -246,12 +239,12 @@ class GossipExchange:
             return found
         proven, order = _unrenamed(schedule)
         self._prove(proven)
-        rank, places = self.world.rank, self.world.size
+        rank, places = self._world.rank, self._world.size
         program = permuted_program(proven, self._ranks[order], rank, places)
         return self._prepared.keep(_Round(program, {}), schedule)
 
     def _bind(self, program: Program, message: Message) -> BoundExchange:
-        transport = self.world.transport
+        transport = self._world.transport
         within = self._algorithm.within
         windows = message.windows if self._generation == self._shared else ()
         if within == 1:  # received apart, as mixing on the wire would round to the wire's dtype
@@ -270,12 +263,12 @@ class GossipExchange:
             )
         else:
             bound = bind(
-                program, message.received, transport, self._scratch, self.world.comm_thread.streams
+                program, message.received, transport, self._scratch, self._world.comm_thread.streams
             )
 
         def run(tag: Tag) -> None:
             torch.mul(message.sent, 1 / within, out=message.received)
-            bound.run(tag, self.world.comm_thread.listener)
+            bound.run(tag, self._world.comm_thread.listener)
 
         return BoundExchange(run, bound.nbytes_sent, 1.0)
 

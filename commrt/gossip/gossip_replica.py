@@ -19,7 +19,8 @@ from commrt.buckets.plan import plan_buckets
 from commrt.buckets.riders import Riders
 from commrt.buckets.tensors import exchanged_tensors
 from commrt.errors import UsageError
-from commrt.gossip.gossip_exchange import NO_STOP, GossipExchange, Stop
+from commrt.gossip.gossip_exchange import GossipExchange
+from commrt.gossip.stop import NO_STOP, Stop
 from commrt.gossip.weight_bucket import WeightBucket
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.replica import Replica
@@ -82,7 +83,8 @@ class GossipReplica(AfterStepReplica):
         self._asked = False
         self._stop = NO_STOP
         self._heard: Riders | None = None  # what came with the latest message of the first bucket
-        self.buckets = buckets  # in the order in which they are sent
+        self.buckets = buckets
+        """In the order in which they are sent."""
         self._exchange = exchange
         self._staleness = cast("Gossip", request.algorithm).staleness
         # buckets whose modules have called a forward hook since the last step
@@ -167,7 +169,10 @@ class GossipReplica(AfterStepReplica):
 
     @property
     def stopping(self) -> tuple[int, ...]:
-        """See `Replica.stopping`; read it in each step, as ranks pass on what they have read."""
+        """See `Replica.stopping`; read it in each step, as ranks pass on what they have read.
+
+        It takes over what came, and fixes the step at which all stop if this rank has asked.
+        """
         if self._heard is not None:
             (slot,), self._heard = self._heard.read(), None
             if slot["stop_at"]:

@@ -7,6 +7,7 @@ for one that comes; a thread of the server hands it out.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
@@ -28,24 +29,31 @@ PASS_SHARE = 1 / 4
 
 @contextmanager
 def letting_in(replica: Replica, world: World, membership: ElasticMembership) -> Iterator[None]:
-    """Become a member of `world` in the body; if that fails, tell the others and detach."""
+    """Become a member of `world` in the body; if that fails, tell the others and detach.
+
+    Once it is a member, `World.config` is None, as on any other rank.
+    """
     try:
         yield
     except BaseException as error:
         membership.depart(f"it was not let in: {error}")
         replica.detach()
         raise
-    world.config = None  # this rank is as any other
+    world.config = None
 
 
 class StateGiver:
-    """Gives the state of one rank to processes that come, and asks others for theirs."""
+    """Gives the state of one rank to processes that come, and asks others for theirs.
+
+    A thread of the server per process that comes runs `_give`; all else is the training thread's.
+    """
 
     def __init__(self, world: World, number: int) -> None:
         self._world = world
         store = PrefixStore("given", store_of_model(world.store, number))
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
-        self._asked: list[Future[bytes]] = []
+        self._asked: deque[Future[bytes]] = deque()
+        """Those that wait: appended by threads of the server, taken by the training thread."""
         towards = None if world.reconnect_options is None else world.reconnect_options.towards
         self._server = StateServer(towards or LOOPBACK, self._give)
 
@@ -77,12 +85,10 @@ class StateGiver:
         return bool(self._asked)
 
     def answer(self, pack: Callable[[], bytes]) -> None:
-        """Give all that wait what `pack` returns; on the training thread."""
-        asked = self._asked
-        self._asked = []
+        """Give all that wait what `pack` returns, also those that come meanwhile."""
         packed = pack()
-        for each in asked:
-            each.set_result(packed)
+        while self._asked:
+            self._asked.popleft().set_result(packed)
 
     def fetch(self, membership: ElasticMembership) -> bytes | None:
         """Return a member's state, None if none gives it now; the k-th rank asks another first."""

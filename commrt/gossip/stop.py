@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wish to stop, which ranks that gossip pass on until all know it; values without a state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from commrt.buckets.riders import SLOT, Leaving
+
+
+class Stop(NamedTuple):
+    """The wish of a rank that all stop after a step."""
+
+    step: int
+    asker: int
+
+    def leaving(self) -> Leaving:
+        """Return what tells others of it."""
+        slot = np.zeros((), SLOT)
+        slot["present"], slot["stop_at"], slot["asker"] = 1, *self
+        return Leaving(slot)
+
+
+NO_STOP = Stop(1 << 32, -1)
