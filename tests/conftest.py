@@ -21,7 +21,7 @@ os.environ.setdefault("TRITON_HOME", os.path.join(tempfile.gettempdir(), f"commr
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores: more threads only wait for each other
 
 pytest.register_assert_rewrite("late_ranks", "local_loops")  # they check what ranks returned
-collect_ignore = ["support"]  # helpers, some of them programs in which Triton compiles
+collect_ignore = ["support", "audits"]  # helpers, in some of which Triton compiles, and programs to run by hand
 
 
 def pytest_addoption(parser):

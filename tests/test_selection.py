@@ -32,12 +32,9 @@ def test_all_schedules_are_priced_and_the_cheapest_comes_first():
         assert seconds == sorted(seconds), collective
 
 
-def test_a_long_broadcast_over_a_network_is_pipelined_and_a_short_one_is_not():
+def test_long_broadcasts_over_a_network_are_pipelined_and_a_few_ranks_that_share_memory_send_directly():
     assert names(ETHERNET, "broadcast", 16, 1e8)[0] == "chain"
     assert names(ETHERNET, "broadcast", 16, 8)[0] in {"direct", "tree"}
-
-
-def test_ranks_that_share_memory_send_directly_if_they_are_few():
     assert names(HOST, "all_gather", 4, 1e6)[0] == "direct"
     assert names(HOST, "all_gather", 64, 8)[0] != "direct"
 

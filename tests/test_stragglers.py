@@ -62,16 +62,13 @@ def test_samples_tend_to_closed_forms(law, ranks):
     assert (np.abs(kth_s.mean(axis=0) - expected_kth_s(law, ranks)) <= 5 * error_s + rare_s).all()
 
 
-def test_the_fit_meets_the_two_published_percentages_and_the_estimated_times():
+def test_the_fit_meets_the_two_published_percentages_and_the_estimated_times_and_steps_have_something_in_common():
     arrivals_s, kth_s = np.sort(PAPER, axis=1), kth_time_s(PAPER)
     assert (arrivals_s[:, 97] < 2).mean() == pytest.approx(0.80, abs=0.06)
     assert (arrivals_s[:, 99] < 2).mean() == pytest.approx(0.30, abs=0.06)
     assert arrivals_s.max() <= 310
     assert {k: kth_s[k - 1] for k in ESTIMATED_S} == pytest.approx(ESTIMATED_S, rel=0.02)
     assert kth_s[99] == pytest.approx(4.99, rel=0.12)  # the mean of a tail whose variance is in the cap
-
-
-def test_steps_have_something_in_common():
     medians = np.median(PAPER[:, :50], axis=1), np.median(PAPER[:, 50:], axis=1)
     assert np.corrcoef(*medians)[0, 1] > 0.95
 
@@ -141,7 +138,7 @@ def record():
     return told(BACKUPS)
 
 
-def test_simulate_backups_says_which_split_is_best_and_what_each_costs(record):
+def test_simulate_backups_says_which_split_is_best_and_what_each_costs_and_the_same_for_the_same_seed(record):
     assert record["best_quorum"] in range(94, 98)
     assert record["backups"] == 100 - record["best_quorum"]
     assert len(record["kth_time_s"]) == len(record["hours"]) == 100
@@ -149,9 +146,6 @@ def test_simulate_backups_says_which_split_is_best_and_what_each_costs(record):
     assert min(record["hours"][49:]) == record["hours"][record["best_quorum"] - 1] == pytest.approx(37.2, rel=0.03)
     assert (record["law"]["name"], record["iterations"]) == ("paper", {"name": "published"})
     assert record["sources"].count("as recalled") == 2
-
-
-def test_the_same_seed_gives_the_same_answer_and_another_one_another(record):
     again, other = (told(BACKUPS, "--seed", seed)["kth_time_s"] for seed in (0, 1))
     assert record["kth_time_s"] == again != other
 

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from commrt.algorithms import halving_doubling, ring, torus, tree
 from commrt.algorithms.gossip import Gossip
 from commrt.schedule import Schedule
-from commrt.tools.pictures.drawing import draw_schedule, new_figure
+from commrt.tools.pictures.drawing import draw_schedule
+from commrt.tools.pictures.figures import new_figure
 
 PICTURES = Path(__file__).parent.parent / "pictures"
 sys.path.insert(0, str(PICTURES.parents[1] / "studies/tensor_parallelism"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from time_to_target import TimeToTarget  # of this folder
 
-from commrt.tools.pictures.drawing import label_ranks, new_figure
+from commrt.tools.pictures.figures import label_ranks, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,6 +32,7 @@ from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.tools.commands.arguments import Json
 from commrt.tools.commands.output import json_of
 from commrt.tools.measuring import doctor_environment as checks
+from commrt.tools.measuring.findings import Finding, guarded
 from commrt.tools.pictures.files import require_writable, write
 
 COLOURS = {"ok": "green", "absent": "yellow", "warning": "yellow", "problem": "red"}
@@ -58,7 +59,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _show(findings: Sequence[checks.Finding]) -> None:
+def _show(findings: Sequence[Finding]) -> None:
     table = Table("", "", "", title="commrt doctor", show_header=False)
     table.columns[2].overflow = "fold"
     for finding in findings:
@@ -69,35 +70,33 @@ def _show(findings: Sequence[checks.Finding]) -> None:
     Console().print(table)
 
 
-def examine(quick: bool = False) -> Iterator[checks.Finding]:
+def examine(quick: bool = False) -> Iterator[Finding]:
     """Yield all findings; with `quick` no processes are started."""
-    yield checks.Finding("python", "ok", platform.python_version())
-    yield from checks.guarded("launcher", lambda: checks.launcher(os.environ, launched()))
-    yield from checks.guarded("timeouts", _timeouts)
+    yield Finding("python", "ok", platform.python_version())
+    yield from guarded("launcher", lambda: checks.launcher(os.environ, launched()))
+    yield from guarded("timeouts", _timeouts)
     try:
         torch = import_module("torch")
         from commrt.tools.measuring import doctor_machine  # noqa: PLC0415  # imports torch too
     except Exception as error:  # a missing library, or a build for another machine
-        yield from checks.guarded("versions", lambda: checks.packages(checks.installed(), None))
+        yield from guarded("versions", lambda: checks.packages(checks.installed(), None))
         detail = f"cannot be imported: {type(error).__name__}: {error}"
-        yield checks.Finding(
+        yield Finding(
             "torch", "problem", detail, "Reinstall it: pip install --force-reinstall torch."
         )
     else:
-        yield from checks.guarded(
+        yield from guarded(
             "versions", lambda: checks.packages(checks.installed(), torch.version.cuda)
         )
         launch = None
         with suppress(UsageError):  # the launcher's finding says it
             launch = launched()
         yield from doctor_machine.examine(launch, quick)
-    yield from checks.guarded(
-        "variables", lambda: checks.variables(os.environ, checks.interfaces())
-    )
+    yield from guarded("variables", lambda: checks.variables(os.environ, checks.interfaces()))
 
 
-def _timeouts() -> Iterator[checks.Finding]:
-    yield checks.Finding(
+def _timeouts() -> Iterator[Finding]:
+    yield Finding(
         "timeouts", "ok", f"{Timeouts.of(default_timeout_s())}, unless init() sets others"
     )
 

@@ -1,52 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt doctor`` without torch: what a finding is; packages, launcher, environment variables.
+"""``commrt doctor`` without torch: packages, launcher, environment variables.
 
-Only reads: nothing is imported, started or changed. Also has the form of all findings, which
-`doctor_machine` yields too.
+Only reads: nothing is imported, started or changed.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Literal
 
 from packaging.version import Version
 
 from commrt.store.environment import VARIABLES
 from commrt.store.launcher import Launch
-
-Verdict = Literal["ok", "absent", "warning", "problem"]
-"""absent: not installed, not always needed; warning: works, but slowly or oddly; problem: fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    name: str
-    verdict: Verdict
-    detail: str
-    advice: str = ""
-    """One sentence; empty if there is nothing to do."""
-    facts: Mapping[str, object] = field(default_factory=dict)
-    """What was measured, for JSON."""
-
-
-def guarded(name: str, check: Callable[..., Iterable[Finding]], *of: object) -> Iterator[Finding]:
-    """Yield the findings of ``check(*of)``; an exception becomes a finding called `name`."""
-    try:
-        yield from check(*of)
-    except Exception as error:  # drivers and libraries raise errors of any type
-        yield Finding(
-            name, "problem", f"{type(error).__name__}: {error}", "Do what the message says."
-        )
-
+from commrt.tools.measuring.findings import Finding, Verdict
 
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

@@ -33,7 +33,7 @@ from commrt.schedule import Schedule
 from commrt.store.addresses import host_identity
 from commrt.store.launcher import Launch
 from commrt.testing.workers import run_workers
-from commrt.tools.measuring.doctor_environment import Finding, guarded
+from commrt.tools.measuring.findings import Finding, guarded
 from commrt.transport.names import chosen_transport
 
 FILES_ALONE = 40

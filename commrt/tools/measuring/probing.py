@@ -75,8 +75,8 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 
     Raises `UsageError` unless all hosts have as many, and the ranks fill one host after the other.
 
-    >>> ranks_per_host(["a", "a", "b", "b"])
-    2
+    >>> [ranks_per_host(list(hosts)) for hosts in ("aaaa", "aabb", "abc")]
+    [4, 2, 1]
     """
     per_host = hosts.count(hosts[0])
     runs = [hosts[begin : begin + per_host] for begin in range(0, len(hosts), per_host)]

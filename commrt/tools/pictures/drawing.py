@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of schedules, and of how algorithms scale; figures and axes that other pictures share.
+"""Pictures of schedules, and of how algorithms scale.
 
-Returns figures of matplotlib, which is imported when one is drawn; writes no file.
+Returns figures of matplotlib; writes no file.
 """
 
 from __future__ import annotations
@@ -14,37 +14,15 @@ import numpy as np
 
 from commrt.errors import UsageError
 from commrt.schedule import COPY, Combine, Schedule, Step
+from commrt.tools.pictures.figures import MAX_RANKS, label_ranks, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-MAX_RANKS = 64
 MAX_STEPS = 130
 SIZE_LIMIT = f"a picture can show {MAX_RANKS} ranks and {MAX_STEPS} steps"
-
-
-def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return an empty figure of this size in inches; raise `UsageError` without matplotlib."""
-    try:
-        from matplotlib.figure import Figure as New  # noqa: PLC0415  # heavy, and an extra
-    except ImportError as error:
-        raise UsageError("pictures need matplotlib: pip install 'commrt[draw]'") from error
-    figure = New(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def label_ranks(axes: Axes, title: str, ranks: Sequence[int], what: str) -> None:
-    """Let `axes` show `what` against numbers of ranks, with a legend."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
-    axes.set_xlabel("ranks")
-    axes.set_ylabel(what)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.set_title(title, fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_schedule(schedule: Schedule) -> Figure:

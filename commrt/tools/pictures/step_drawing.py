@@ -13,7 +13,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
 from commrt.errors import UsageError
-from commrt.tools.pictures.drawing import MAX_RANKS, new_figure
+from commrt.tools.pictures.figures import MAX_RANKS, new_figure
 from commrt.tools.pictures.timelines import WARMUP_STEPS, TimelineSpan
 from commrt.tools.planning.phases import Phase
 from commrt.tools.planning.timeline import StepTime

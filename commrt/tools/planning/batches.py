@@ -20,8 +20,8 @@ def efficiency_at(cluster: Cluster, samples: int) -> float:
     >>> from commrt.pricing.cluster import Between, Link
     >>> efficiency = {4: 0.8, 64: 1.0}
     >>> cpus = Cluster("cpus", "", 1, Link(1, 1), Between(1, 1), kernel_efficiency=efficiency)
-    >>> [round(efficiency_at(cpus, samples), 3) for samples in (1, 4, 16, 256)]
-    [0.8, 0.8, 0.9, 1.0]
+    >>> [round(efficiency_at(cpus, samples), 3) for samples in (1, 4, 8, 16, 32, 64, 10**9)]
+    [0.8, 0.8, 0.85, 0.9, 0.95, 1.0, 1.0]
     """
     if samples < 1:
         raise UsageError(f"{samples} samples per rank: give at least 1")
