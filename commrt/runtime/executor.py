@@ -184,19 +184,17 @@ def bind(
     landings = list[Landing]()
     final = final_receives(program.hops, program.chunks)
     for number, hop in binder.hops():
+        # hops that combine take turns in the two halves, if one is combined beside the next
         begin = half if waits.overlap and waits.parity[number] else 0
         places = binder.places(hop, memory[begin:], binder.final_place)
         group = binder.group(number, hop, places, reads=only_reads(hop))
         combinations = tuple(combinations_of(hop, program.rank, places, binder.own, add or adding))
-        hops.append(
-            BoundHop(
-                transport.bind(group), combinations, number, waits.after[number], facts_of(group)
-            )
-        )
-        ends = zip(hop.recvs, places, final[number], strict=True)
-        landings += [
-            Landing(place, binder.bounds[t.lo], binder.bounds[t.hi]) for t, place, ok in ends if ok
-        ]
+        exchange = transport.bind(group)
+        hops.append(BoundHop(exchange, combinations, number, waits.after[number], facts_of(group)))
+        for receive, place, is_final in zip(hop.recvs, places, final[number], strict=True):
+            if is_final:
+                low = binder.bounds[receive.lo]
+                landings.append(Landing(place, low, binder.bounds[receive.hi]))
     beside = streams if streams is not None and streams.queues and waits.overlap else None
     return BoundProgram(
         tuple(hops), binder.nbytes_sent, P2PGroup(binder.sends, binder.recvs), beside, landings

@@ -117,18 +117,8 @@ def init(
         return opened
     in_group = dist.is_available() and dist.is_initialized()
     launch = None if in_group else launched(up_to=up_to)  # raises for contradictory variables
-    if up_to is not None and (launch is None or up_to < launch.size):
-        what = (
-            "a group of torch.distributed"
-            if in_group
-            else "no launcher"
-            if launch is None
-            else f"{launch.size} ranks"
-        )
-        raise UsageError(
-            f"up_to={up_to} with {what}: give the most ranks that there will be, where a launcher"
-            " sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        )
+    if up_to is not None:
+        _require_room(up_to, launch, in_group=in_group)
     _opened += 1
     if in_group:
         _current = _join_group(timeouts.start_s)
@@ -160,6 +150,22 @@ def _join_group(timeout_s: float) -> World:
         "torch.distributed",
         holds_store=rank == 0,
         reconnect_options=options,
+    )
+
+
+def _require_room(up_to: int, launch: Launch | None, *, in_group: bool) -> None:
+    """Raise `UsageError` if no ranks could come later, or `up_to` are fewer than there are."""
+    if launch is not None and up_to >= launch.size:
+        return
+    if in_group:
+        what = "a group of torch.distributed"
+    elif launch is None:
+        what = "no launcher"
+    else:
+        what = f"{launch.size} ranks"
+    raise UsageError(
+        f"up_to={up_to} with {what}: give the most ranks that there will be, where a launcher"
+        " sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
     )
 
 
@@ -223,6 +229,7 @@ def _connected(
     timeout_s: float,
     up_to: int | None = None,
 ) -> tuple[Transport, Start]:
+    """Connect `members` for generation `generation`, and return what they told each other."""
     # an earlier attempt may still wait on the first
     ours = clone_connection(store) if generation else store
     part = PrefixStore(f"generation {generation}", ours)
