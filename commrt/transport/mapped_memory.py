@@ -36,7 +36,7 @@ WORD_NBYTES = 128
 _mapped_by_peers: list[object] = []
 """What peers had not unmapped when `MappedMemory.close` gave up: kept until this process ends."""
 LARGER = 2
-"""A freed segment serves again for a buffer at least this many times smaller than it."""
+"""A freed segment serves again for buffers down to this many times smaller than it."""
 
 
 class _Page(NamedTuple):
