@@ -22,14 +22,7 @@ STARTS = {
 }
 
 
-@for_each(
-    ("line", "steps"),
-    [
-        ("torus2d --ranks 12 --grid 3x4", 10),
-        ("torus2d --ranks 12 --grid 12x1", 22),
-        ("direct --ranks 6 --within 3", 4),
-    ],
-)
+@for_each(("line", "steps"), [("torus2d --ranks 12 --grid 3x4", 10), ("direct --ranks 6 --within 3", 4)])
 def test_verify_reports_the_cost_of_the_shape_that_was_asked_for(line, steps):
     record = told(f"verify {line}")
     ranks = record["ranks"]

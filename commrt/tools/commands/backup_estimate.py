@@ -71,10 +71,10 @@ class BackupEstimate:
         backups = np.array(tried_backups(self.ranks, best)[::-1])
         needed = self.ranks - backups
         late_s = stragglers.step_time_s(self.times_s, needed)
-        late = late_s * self.goal.iterations(needed) / self.choice.goal_s[-1]
+        relative = late_s * self.goal.iterations(needed) / self.choice.goal_s[-1]
         columns = {"quorum": needed, "backups": backups}
         columns |= {name: each[needed - 1] for name, each in self.per_quorum.items()}
-        columns |= {"late_finish_step_s": late_s, "late_finish_relative_time": late}
+        columns |= {"late_finish_step_s": late_s, "late_finish_relative_time": relative}
         cells = {name: column.tolist() for name, column in columns.items()}
         return [{name: cells[name][row] for name in cells} for row in range(len(needed))]
 

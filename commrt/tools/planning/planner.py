@@ -48,7 +48,10 @@ OWN_WIRE = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to average gradients, and its price."""
+    """One way to average gradients, and its price.
+
+    Buckets and times of a step are None in a plan of an exchange alone, and so is a wire of values.
+    """
 
     algorithm: Algorithm
     nbytes: float
