@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fragments of a model under local SGD: how it is cut; what leaves of each, and how that is merged.
 
-They write the model's weights, and know no other rank. Used on the thread that trains.
+They write the model's weights, and know no other rank. On the thread that trains.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Fragment(WeightPart):
     """Tensors that leave together.
 
     The replica calls `leave`, then the exchange replaces what leaves by its average, and then the
-    replica calls `merge`.
+    replica calls `merge`. Meanwhile the communication thread reads what leaves, and the anchors
+    through `digest`. All fields are written here, by calls of the thread that trains.
     """
 
     IN_FLIGHT = (
@@ -71,8 +72,10 @@ class Fragment(WeightPart):
         self._is_gossip = algorithm.is_gossip
         self.is_relied_on = algorithm.outer is not None
         self.ids = [id(slot.place[slot.key]) for slot in held]
+        """Of the parameters, as optimizers hold them."""
         self._tensors = [_Tensor(slot, algorithm) for slot in held]
         self.outgoing: list[Named] = [(each.slot.name, each.outgoing) for each in self._tensors]
+        """What buckets carry: the gradients of these."""
         self.anchors = [each.anchor for each in self._tensors]
         self.digest = Digest(self.anchors)
         self.note()

@@ -48,11 +48,11 @@ class FragmentExchange:
 
     That thread runs `_average`, which changes nothing here; all else, and each field, is the
     training thread's. Written here of others: `InFlight.submitted` and `residuals`, what a bucket
-    weighs, and after a loss the engine's algorithm and buckets.
+    weighs and whether all may weigh nothing, and after a loss the engine's algorithm and buckets.
     """
 
     def __init__(self, request: Request, fragments: Sequence[Fragment]) -> None:
-        self.world = request.world
+        self._world = request.world
         self.fragments = fragments
         self._request = request
         self.algorithm = cast("LocalSGD", request.algorithm)
@@ -60,17 +60,17 @@ class FragmentExchange:
         self.votes = Counter[int]()
         """How often each fragment was to be sent, which numbers its votes; written here only."""
         # the generation of the latest average that all ranks have
-        self._agreed = self.world.membership.number
-        self.members: Members = tuple(range(self.world.founders))
+        self._agreed = self._world.membership.number
+        self.members: Members = tuple(range(self._world.founders))
         """The ranks whose differences the next exchange averages; written here only."""
         self._buckets = self._new_buckets()
         buckets = [*chain.from_iterable(self._buckets)]
-        self.engine = Engine(self.world, self.algorithm.inner, buckets)
+        self.engine = Engine(self._world, self.algorithm.inner, buckets)
 
     @property
     def _barrier(self) -> Barrier | None:
         """What the ranks vote with; None where a lost rank ends the world."""
-        membership = self.world.membership
+        membership = self._world.membership
         return membership.barrier if isinstance(membership, ElasticMembership) else None
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
@@ -83,9 +83,9 @@ class FragmentExchange:
         pieces: list[list[Tensor]] = [[] for _ in range(self.algorithm.at_once)]
         for fragment in self.fragments:
             pool = pieces[fragment.index % len(pieces)]
-            own = _allocate_from(pool, self.world.transport.allocate_shared)
+            own = _allocate_from(pool, self._world.transport.allocate_shared)
             kind = self._request.wire, self._request.cap_nbytes, self._model_number
-            riding = None if self.algorithm.is_gossip else (self.world.rank, self.world.size)
+            riding = None if self.algorithm.is_gossip else (self._world.rank, self._world.size)
             first = sum(map(len, found))
             buckets = build_buckets(fragment.outgoing, *kind, own, first=first, riding=riding)
             if riding is not None:
@@ -105,17 +105,17 @@ class FragmentExchange:
         If a rank was lost since all had an average, nothing is sent before `receive`.
         """
         barrier = self._barrier
-        generation = self.world.membership.generation
+        generation = self._world.membership.generation
         self.votes[fragment.index] += 1
         if generation.number != self._agreed:
             return
         topic = f"merge/{self._model_number}.{generation.number}.{fragment.index}"
         count = self.votes[fragment.index]
         vote = "" if barrier is None else f"{topic}.{count}"
-        if barrier is not None and count > 2 and generation.ranks[0] == self.world.rank:
+        if barrier is not None and count > 2 and generation.ranks[0] == self._world.rank:
             # All ranks have merged since the vote before the last, or they would not send again.
             barrier.forget(f"{topic}.{count - 2}")
-        with self.world.comm_thread.within_range("submit", number=fragment.index):
+        with self._world.comm_thread.within_range("submit", number=fragment.index):
             self._submit(fragment, in_flight, generation, vote)
 
     def _submit(
@@ -148,7 +148,7 @@ class FragmentExchange:
             watched,
             vote,
         )
-        answer = self.world.membership.submit(average)
+        answer = self._world.membership.submit(average)
         in_flight.submitted = Submitted(generation, vote, buckets, answer)
         return answer
 
@@ -163,15 +163,15 @@ class FragmentExchange:
         vote: str,
     ) -> tuple[Span, ...]:
         """Average a fragment in its `exchange`, and vote if asked. On the communication thread."""
-        if self.world.membership.number != generation.number:
-            raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
-        self.world.membership.start_no_earlier(step)
+        if self._world.membership.number != generation.number:
+            raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self._world.rank)))
+        self._world.membership.start_no_earlier(step)
         if watched is not None:
             cast("WeightWatch", buckets[0].watch).begin(watched)
         spans = [self.engine.reduce_now(bucket, exchange, members) for bucket in buckets]
         barrier = self._barrier
         if vote and barrier is not None:
-            self.world.transport.wait()
+            self._world.transport.wait()
             barrier.promise(vote, generation)
         return tuple(spans)
 
@@ -187,8 +187,8 @@ class FragmentExchange:
     def receive(self, fragment: Fragment, in_flight: InFlight) -> Submitted:
         """Wait until all ranks have the average on the buckets' wires; return those."""
         if not self._all_have(in_flight):
-            with self.world.membership.collective(f"{MERGING} {in_flight.step}", in_flight.step):
-                self._agreed = self.world.membership.together(
+            with self._world.membership.collective(f"{MERGING} {in_flight.step}", in_flight.step):
+                self._agreed = self._world.membership.together(
                     lambda: self._attempt(fragment, in_flight)
                 )
         return cast("Submitted", in_flight.submitted)
@@ -198,7 +198,7 @@ class FragmentExchange:
         submitted = in_flight.submitted
         if submitted is None:
             return False
-        membership = self.world.membership
+        membership = self._world.membership
         barrier = self._barrier
         try:
             membership.outwait(submitted.answer, in_flight.step)
@@ -213,7 +213,7 @@ class FragmentExchange:
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
         """Average again over the ranks left; return the number of the generation that did so."""
-        generation = self.world.membership.generation
+        generation = self._world.membership.generation
         self.members = generation.ranks
         self.engine.use_algorithm(self.algorithm.among(len(self.members)))
         if not self.engine.is_current:

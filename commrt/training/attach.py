@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attach a model: the entry point for custom training loops. On the thread that trains."""
+"""Attach a model: the entry point for custom training loops.
+
+It checks the arguments, and hands them to the module that the algorithm names. Of others it changes
+the world: the count of models, and a connection for GPUs. On the thread that trains.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class LossScales:
     def __init__(self, owners: Iterable[object] = (), *, keep_pace: bool = True) -> None:
         self._keep_pace = keep_pace
         self.known: dict[int, tuple[object, Callable[[], float]]] = {}
-        """By id, a scaler and the function that returns its scale."""
+        """By id, a scaler and the function that returns its scale; `StepGuard` reads if any is."""
         self.begin(owners)
 
     def begin(self, owners: Iterable[object]) -> None:

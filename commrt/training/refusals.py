@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `attach` refuses: checks of its arguments and of the model, on one rank.
 
-Nothing here changes or sends anything. Each raises `UsageError`.
+Each raises `UsageError`; `wire_of` and `optimizers_of` also return what was given in its one form.
+Nothing here changes or sends anything. On the thread that trains.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every way to train makes its replica: ranks agree, and begin with one state.
+"""The checked arguments of `attach`, and how every way to train makes its replica of them.
 
-On the thread that trains.
+Ranks agree, then begin with rank 0's state: model, optimizers and `also` are overwritten. On the
+thread that trains.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from commrt.algorithm import Algorithm
@@ -23,6 +23,7 @@ from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.store.addresses import host_identity
 from commrt.store.world_config import WorldConfig
+from commrt.training.descriptions import comparable, describe_buffers, describe_optimizers
 from commrt.training.loss_scale import LossScales
 from commrt.training.model_collectives import overwrite_states
 from commrt.training.stateful import Stateful
@@ -47,7 +48,10 @@ R = TypeVar("R", bound=_Replica)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The checked arguments of `attach`."""
+    """The checked arguments of `attach`, and what it made of them: `scales` and `copies`.
+
+    Each bucket that it builds takes the text of the settings from it, for errors.
+    """
 
     world: World
     number: int
@@ -65,7 +69,9 @@ class Request:
     same_bits: bool
     watch: bool
     scales: LossScales
+    """Learns of scalers in optimizers' steps (`StepGuard`)."""
     copies: WeightCopies
+    """Looks for more after optimizers' steps, where a replica says so."""
 
     def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
         """Return buckets for `params`, given in ready order."""
@@ -84,6 +90,7 @@ class Request:
         return buckets
 
     def _own_settings(self) -> str:
+        """Return rates and scales, for an error on the thread that unpacks."""
         rates = [
             f"lr={group['lr']:g}"
             for each in self.optimizers
@@ -133,7 +140,7 @@ class Request:
             count = [len(group["params"]) for group in each.param_groups]
             optimizers.append(f"{type(each).__name__} of {count} parameters")
         return {
-            "algorithm": _comparable(repr(self.algorithm)),
+            "algorithm": comparable(repr(self.algorithm)),
             "schedule": schedule.digest(),
             "buckets": "; ".join(bucket.description() for bucket in buckets),
             "buffers": describe_buffers(self.model),
@@ -145,7 +152,7 @@ class Request:
 
     def _agree(self, claim: Mapping[str, str]) -> None:
         """Raise `DisagreementError` unless all ranks come with equal `claim` and optimizers."""
-        optimizer = _describe_optimizers(self.optimizers, self.params)
+        optimizer = describe_optimizers(self.optimizers, self.params)
         self.world.agree("attach", model=str(self.number), optimizer=optimizer, **claim)
 
     def _begin(self, replica: _Replica) -> None:
@@ -177,34 +184,3 @@ class Request:
             world.founders, world.size, host, self.number, claim, chosen_transport()
         )
         config.publish(world.store)
-
-
-def _comparable(value: object) -> str:
-    """Return `value` as text that ranks can compare, without the addresses of objects."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-def describe_buffers(model: nn.Module) -> str:
-    """Return names, dtypes and shapes of all buffers, as ranks compare them."""
-    return ", ".join(f"{name} {b.dtype}{list(b.shape)}" for name, b in model.named_buffers())
-
-
-def _describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> str:
-    """Return what decides how `optimizers` step, as text: types, settings, and who has state."""
-    names = {id(param): name for name, param in params}
-    groups = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            members = [
-                names.get(id(param), "-") + "*" * (param in optimizer.state)
-                for param in group["params"]
-            ]
-            settings = ", ".join(
-                f"{key}={_comparable(value.tolist() if isinstance(value, Tensor) else value)}"
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            )
-            groups.append(
-                f"{type(optimizer).__name__}({settings}) of {' '.join(members)}, * has state"
-            )
-    return "; ".join(groups)
