@@ -4,7 +4,8 @@
 Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018. The noise
 of a step is about rate over batch, so a growing batch can replace a decay of the learning rate.
 
-Of what others own, only the rates in an optimizer's groups change. Nothing is sent.
+Of what others own, it changes the rates in an optimizer's groups, and the epoch of a sampler.
+Nothing is sent. On the thread that trains.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class BatchSizeControl(Sampler[list[int]]):
         self._done = 0  # steps of this epoch
         self._given = 0  # parts of this step
         self.epoch = 0
+        """The epoch of the batches to come; `set_epoch` and `load_state_dict` alone change it."""
 
     def batch_in(self, epoch: int) -> int:
         """Return the samples of this rank in a step of `epoch`."""

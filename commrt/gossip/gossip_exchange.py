@@ -155,7 +155,7 @@ class GossipExchange:
         if bucket.index == 0:
             membership.submit_step(step)
         header = Header(0, self._number, 0, step, bucket.index, 0)
-        message = bucket.packed(header)
+        message = bucket.pack(header)
         message.step = step
         if message.said is not None and (stop != NO_STOP or message.said.is_loaded):
             message.said.load(NOTHING_LEAVES if stop == NO_STOP else stop.leaving())

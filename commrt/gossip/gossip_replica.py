@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replica that trains by gossip: when its weights leave, and when what came is mixed in.
 
-Used on the thread that trains.
+It also passes on the wish to stop. `weight_bucket` changes weights, `gossip_exchange` sends. On the
+thread that trains.
 """
 
 from __future__ import annotations

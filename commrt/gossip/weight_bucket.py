@@ -68,7 +68,7 @@ class Message:
 class WeightBucket(WeightPart):
     """Weights that gossip sends together, with memory for so many `messages` at once.
 
-    In each step the thread that trains calls `packed`, the communication thread exchanges the
+    In each step the thread that trains calls `pack`, the communication thread exchanges the
     message, and the thread that trains calls `mix`. `GossipExchange.send` adds the message to
     `in_flight`, where the oldest comes first, and counts it in `sent`.
     """
@@ -101,12 +101,14 @@ class WeightBucket(WeightPart):
             [kind.shape.numel() for kind in self._kinds], riding_numel(index == 0 or has_digests)
         )
         self._wire = wire_dtype(self._kinds[0].dtype, wire)
-        self.rounds = self._wire != self._kinds[0].dtype  # the wire is narrower than the weights
+        self.rounds = self._wire != self._kinds[0].dtype
+        """True if the wire is narrower than the weights."""
         self._allocate = world.transport.allocate_shared
         self._at_once = messages
         self._messages = [Renewed(world, self._message) for _ in range(messages)]
         self.messages()  # makes them now, as a GPU may have to wait
         self.in_flight: deque[Message] = deque()
+        """`mix` takes them out, `GossipReplica.detach` drops them."""
         self.sent = 0
 
     def messages(self) -> list[Message]:
@@ -134,7 +136,7 @@ class WeightBucket(WeightPart):
             self.index, self._wire, (slot.name for slot in self.held), self._kinds
         )
 
-    def packed(self, header: Header) -> Message:
+    def pack(self, header: Header) -> Message:
         """Write the weights to a message not in flight, and return it; GPUs in stream order."""
         message = self._messages[self.sent % self._at_once].current()
         message.packing.pack(self._tensors(), 1.0, encode(header))

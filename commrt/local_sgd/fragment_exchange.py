@@ -66,6 +66,7 @@ class FragmentExchange:
         self._buckets = self._new_buckets()
         buckets = [*chain.from_iterable(self._buckets)]
         self.engine = Engine(self._world, self.algorithm.inner, buckets)
+        """`attach` lets it prepare, the replica restores its residuals and releases it."""
 
     @property
     def _barrier(self) -> Barrier | None:

@@ -7,7 +7,6 @@ the thread that trains.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,8 +28,6 @@ from commrt.training.riding import FEEDBACK
 from commrt.training.settings import settings_digest
 from commrt.training.stateful import Stateful
 from commrt.training.tensor_bytes import digest
-
-_log = logging.getLogger("commrt")
 
 
 class LocalReplica(AfterStepReplica):

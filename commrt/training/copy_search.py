@@ -30,7 +30,7 @@ class Copy:
     """A tensor with the values of `param`, or part of a flat one; looked up anew each time."""
 
     name: str
-    """Equal on all ranks. Two copies of one parameter may share it: it has no numbers of items."""
+    """Equal on all ranks, so without numbers, which may be addresses: two copies may share it."""
     optimizer: Optimizer
     path: Path
     param: Tensor
@@ -79,6 +79,7 @@ def copies_in(optimizer: Optimizer, number: int) -> Iterator[Copy]:
     for path, tensor in _tensors(optimizer, (), {id(optimizer)}):
         if id(tensor) in numbers:
             continue
+        # in two families: the items of what holds it, and all that lie at such a place
         keys = [id(key) if isinstance(key, Tensor) else key for _, key in path]
         families["items", *keys[:-1]].append((path, tensor))
         families[tuple("*" if isinstance(key, int) else key for key in keys)].append((path, tensor))
