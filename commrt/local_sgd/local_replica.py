@@ -92,6 +92,7 @@ class LocalReplica(AfterStepReplica):
         return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
 
     def _leave(self, fragment: Fragment) -> InFlight:
+        """Let the weights of `fragment` leave as they are now."""
         if not self._steps.running:
             fragment.require_unwritten()
         settings, rates = self._noted.get(self._clock.step) or self._settings(self._clock.step)
@@ -106,6 +107,7 @@ class LocalReplica(AfterStepReplica):
         return in_flight
 
     def _merge(self, fragment: Fragment, in_flight: InFlight) -> None:
+        """Wait for the average, and let weights and anchor follow it."""
         with self._waiting_for(fragment):
             arrived = self._exchange.receive(fragment, in_flight)
             self._spans += arrived.answer.result()
