@@ -28,7 +28,7 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
-from commrt.kernels.torch_packing import bits
+from commrt.kernels.torch_packing import bits, scale_present
 from commrt.runtime.wire import QuantizedWire
 
 CHANGED = (
@@ -271,9 +271,7 @@ class GradientBucket:
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients at hand, which have not travelled."""
-        torch._foreach_mul_(
-            [param.grad for _, param in self.params if param.grad is not None], factor
-        )
+        scale_present((param.grad for _, param in self.params), factor)
         self._writes += 1
 
     def _clear_gaps(self, gaps: Tensor) -> None:
@@ -297,7 +295,7 @@ class GradientBucket:
             self._refuse_sum()
         self._writes += 1
         if self.factor != 1:
-            torch._foreach_mul_([grad for grad in grads if grad is not None], self.factor)
+            scale_present(grads, self.factor)
             self._writes += 1
 
     def prepare_replay(self, launches: Repeatable, scale: float) -> None:

@@ -15,7 +15,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn
 
-import torch
 from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -23,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.buckets.span import Span
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError
+from commrt.kernels.torch_packing import scale_present
 from commrt.runtime.membership import LOST
 from commrt.runtime.untraced import untraced
 from commrt.store.keys import store_of_model
@@ -146,9 +146,7 @@ class AfterStepReplica(ElasticReplica):
     def _end_weighing(self, number: int | None) -> None:
         """Divide weighed gradients by their total weight: each rank steps by its own mean."""
         if factor := self._weights.end_step(number):
-            torch._foreach_mul_(
-                [param.grad for _, param in self._params if param.grad is not None], factor
-            )
+            scale_present((param.grad for _, param in self._params), factor)
 
     def _on_first_gradient(self, _: str) -> None:
         """Count a backward pass at its first gradient: a step is due after the optimizers'."""

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one process that do what a test tells them, call by call, each on a thread of its own."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import commrt
+from commrt.testing.ranks import local_worlds
+
+
+class Branches(nn.Module):
+    """A layer that each pass uses, two that only some do, and a buffer that counts passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 5)])
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, x, heads):
+        self.passes += 1
+        hidden = torch.tanh(self.first(x))
+        return [hidden, *(self.heads[i](hidden) for i in heads)]
+
+
+def loss_of(model, rank, number, heads):
+    """What a rank learns in its pass `number`, by the `heads` that it uses then."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * number + rank), dtype=torch.float64)
+    return sum(part.square().mean() for part in model(x, heads))
+
+
+def made(optimizers):
+    """A model, and the optimizers that share it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Branches().double()
+    parts = [model] if optimizers == 1 else [model.first, model.heads]
+    return model, [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+
+
+def left_since(before):
+    """Threads that have begun since and do not end, but for those that wait for the next call of a store."""
+    begun = [each for each in {*threading.enumerate()} - before if each.name != "commrt-store-call"]
+    for thread in begun:
+        thread.join(10)
+    return [each for each in begun if each.is_alive()]
+
+
+class Saved:
+    """The states of some owners, as a checkpoint would hold them."""
+
+    def __init__(self, *owners):
+        self.owners = owners
+        self.states = [deepcopy(owner.state_dict()) for owner in owners]
+
+    def load(self):
+        for owner, state in zip(self.owners, self.states, strict=True):
+            owner.load_state_dict(deepcopy(state))
+
+
+@dataclass
+class Rank:
+    """What one thread trains."""
+
+    world: commrt.World
+    model: nn.Module
+    optimizers: list
+    replica: commrt.Replica = None
+    saved: Saved = None
+
+    def attach(self, algorithm, **options):
+        self.replica = commrt.attach(
+            self.model, self.optimizers, algorithm, world=self.world, bucket_cap_mb=1e-4, **options
+        )
+
+    def backward(self, passes, weights=None):
+        """Some passes, of which the last one averages; a rank without any takes part."""
+        for place, (number, heads) in enumerate(passes):
+            loss = loss_of(self.model, self.world.rank, number, heads)
+            if weights is not None:
+                loss = self.replica.weigh(loss, weights[place])
+            if place < len(passes) - 1:
+                with self.replica.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        if not passes:
+            self.replica.average()
+
+    def accumulate(self, passes):
+        with self.replica.no_sync():
+            self.backward(passes)
+
+    def save(self):
+        self.saved = Saved(self.replica, self.model, *self.optimizers)
+
+    def load(self):
+        self.saved.load()
+
+    def join(self, steps):
+        """Train so many steps of one pass each, while others may make more."""
+        with self.replica.join():
+            for each in steps:
+                self.backward([each])
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad()
+
+
+class Crew:
+    """So many ranks, whose models share `optimizers`."""
+
+    def __init__(self, ranks, optimizers, timeout_s=4.0):
+        self._before = {*threading.enumerate()}
+        self.ranks = [Rank(world, *made(optimizers)) for world in local_worlds(ranks, timeout_s)]
+        self._threads = [ThreadPoolExecutor(1) for _ in self.ranks]
+
+    def ends(self, call, *given):
+        """Let each rank ``call(rank, *its part of each of given)``; return values or errors."""
+        calls = zip(self._threads, self.ranks, *given, strict=True)
+        futures = [thread.submit(call, *rest) for thread, *rest in calls]
+        wait(futures)
+        return [future.exception() or future.result() for future in futures]
+
+    def do(self, call, *given):
+        """As `ends`, and nothing was refused."""
+        values = self.ends(call, *given)
+        for value in values:
+            if isinstance(value, BaseException):
+                raise value
+        return values
+
+    def close(self):
+        """End all, and leave no thread behind."""
+        self.ends(lambda rank: rank.world.close())
+        for thread in self._threads:
+            thread.shutdown()
+        assert not left_since(self._before)

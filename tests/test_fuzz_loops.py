@@ -1,0 +1,675 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training loops that write themselves: drawn sequences of what users call, on threads as ranks.
+
+One process in float64 says what is right. After each call all ranks have its weights and gradients, bit by bit those of
+each other, or all were refused alike.
+"""
+
+from copy import deepcopy
+
+import torch
+from crew import Crew, Rank, Saved, loss_of, made
+from fuzzing import MORE
+from gossip_models import sources
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import commrt
+from commrt.errors import UsageError
+from commrt.local_sgd import LocalSGD
+from commrt.training.step_clock import StepClock
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+"""Between sums of float64 in different orders."""
+
+
+def counted_steps(found):
+    """Who counted in each step, as all say who counted there."""
+    used = {}
+    for step, members in (each for mine in found for each in mine.items()):
+        assert used.setdefault(step, members) == members, (step, members, used[step])
+    return used
+
+
+def trained(rank, until, passes_of, more_work):
+    """Who counted, in the steps in which this rank did; it trains until so many steps are made."""
+    used = {}
+    replica = rank.replica
+    replica.drain()
+    while (step := replica.step) < until:
+        rank.model.zero_grad()
+        for _ in range(more_work):
+            loss_of(deepcopy(rank.model), 0, 0, [])
+        rank.backward(passes_of(step))
+        for optimizer in rank.optimizers:
+            optimizer.step()
+        if replica.last.counted:
+            used[replica.last.step] = replica.last.members
+        replica.drain()
+    replica.consolidate()  # where late ranks catch up
+    return used
+
+
+def is_zero(params):
+    return all(param.grad is None or not param.grad.any() for param in params)
+
+
+class Truth:
+    """What one process knows: the gradients of all ranks, and which optimizers have used their mean."""
+
+    def __init__(self, ranks, optimizers):
+        self.model, self.optimizers = made(optimizers)
+        self.size = ranks
+        self.grads = [{} for _ in range(ranks)]
+        self.passes = [0] * ranks
+        self.step = 0
+        self.held_back = False
+        self.unused = set()
+
+    @property
+    def params(self):
+        return {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+
+    def add(self, rank, number, heads, weight=1.0):
+        """One backward pass of a rank, as far as itself knows."""
+        params = self.params
+        grads = torch.autograd.grad(
+            weight * loss_of(self.model, rank, number, heads), [*params.values()], allow_unused=True
+        )
+        self.passes[rank] += 1
+        for name, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                self.grads[rank][name] = self.grads[rank].get(name, 0) + grad
+
+    def average(self, members=None, total=None):
+        members = [*range(self.size)] if members is None else members
+        for name in self.params:
+            parts = [self.grads[rank][name] for rank in members if name in self.grads[rank]]
+            if parts:
+                mean = sum(parts) / (len(members) if total is None else total)
+                for rank in members:
+                    self.grads[rank][name] = mean.clone()
+        for rank in members:
+            self.passes[rank] = self.passes[members[0]]
+        self.step += 1
+        self.held_back = False
+        self.unused = {*range(len(self.optimizers))}
+
+    def all_optimizers(self):
+        return self.optimizers
+
+    def give(self, rank=0):
+        """Let the model hold the gradients of a rank."""
+        for name, param in self.model.named_parameters():
+            param.grad = self.grads[rank].get(name)
+
+    def step_by(self, which):
+        """A step of an optimizer; False if it is refused."""
+        self.give()
+        if is_zero(self.params.values()):
+            self.held_back = False
+            self.unused = set()
+        if self.held_back:
+            return False
+        if which not in self.unused:
+            self.average()
+            self.give()
+        self.optimizers[which].step()
+        self.unused.discard(which)
+        return True
+
+    def zero(self, which, *, to_none):
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        for group in self.optimizers[which].param_groups:
+            for param in group["params"]:
+                for grads in self.grads:
+                    name = names[id(param)]
+                    if to_none:
+                        grads.pop(name, None)
+                    elif name in grads:
+                        grads[name] = torch.zeros_like(grads[name])
+
+
+HEADS = st.sets(st.sampled_from([0, 1])).map(sorted)
+WAYS = [
+    {"algorithm": algorithm, "gradients": gradients}
+    for algorithm in (commrt.Torus2D(), commrt.Ring(), commrt.HalvingDoubling(), commrt.Direct())
+    for gradients in ("own", "views")
+]
+
+
+class Loops(RuleBasedStateMachine):
+    """A crew in a loop, and what both sides of it do alike; `truth` has the `optimizers` of one process."""
+
+    crew = None
+    truth = None
+
+    def hire(self, ranks, optimizers):
+        self.size = ranks
+        self.crew = Crew(ranks, optimizers)
+        self.number = 0
+        self.saved = None
+
+    def drawn(self, data, *, least, most):
+        """For each rank its passes: a number of their data, and the heads that they use."""
+        own = st.lists(HEADS, min_size=least, max_size=most)
+        passes = data.draw(st.lists(own, min_size=self.size, max_size=self.size))
+        self.number += most
+        return [[(self.number + i, heads) for i, heads in enumerate(each)] for each in passes]
+
+    def chosen(self, which):
+        """Places of optimizers: of one alone, that."""
+        return sorted({each % len(self.crew.ranks[0].optimizers) for each in which})
+
+    def all_optimizers(self):
+        return [*self.truth.all_optimizers(), *(each for rank in self.crew.ranks for each in rank.optimizers)]
+
+    @rule(lr=st.sampled_from([0.05, 0.1, 0.2]))
+    def change_learning_rates(self, lr):
+        for optimizer in self.all_optimizers():
+            optimizer.param_groups[0]["lr"] = lr
+
+    def compare(self, rank, said):
+        """The weights of a rank are those of the model `said`."""
+        for (name, param), wanted in zip(rank.model.named_parameters(), said.parameters(), strict=True):
+            torch.testing.assert_close(param, wanted, **CLOSE, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+    def compare_all(self, said):
+        """All ranks have the weights of the model `said`, and the same bits."""
+        first = self.crew.ranks[0].model
+        for rank in self.crew.ranks:
+            self.compare(rank, said)
+            for name, param in rank.model.named_parameters():
+                assert torch.equal(param, first.get_parameter(name)), name
+
+    def teardown(self):
+        if self.crew is not None:
+            self.crew.close()
+
+
+class Synchronous(Loops):
+    """All-reduces: replicas are equal, and are the one process."""
+
+    @initialize(ranks=st.integers(1, 4), optimizers=st.integers(1, 2), way=st.sampled_from(WAYS), watch=st.booleans())
+    def begin(self, ranks, optimizers, way, watch):
+        self.truth = Truth(ranks, optimizers)
+        self.hire(ranks, optimizers)
+        self.attach(way, watch)
+
+    def attach(self, way, watch):
+        self.crew.do(lambda rank: rank.attach(watch=watch, **way))
+        self.truth.step = 0
+        self.truth.held_back = False
+        self.truth.unused = set()
+        self.truth.passes = [self.truth.passes[0]] * self.truth.size
+
+    @rule(data=st.data(), riding=st.booleans())
+    def backward(self, data, riding):
+        passes = self.drawn(data, least=0, most=3)
+        skips = data.draw(st.sets(st.sampled_from(range(self.size)))) if riding else set()
+
+        def body(rank, own):
+            mine = rank.world.rank
+            if riding:
+                rank.replica.ride(mine=mine, number=self.number)
+            if mine in skips:
+                rank.replica.skip()
+            rank.backward(own)
+            if not riding:
+                return None
+            rode = rank.replica.rode
+            return [{**rode[name].by_rank} for name in ("mine", "number")], rank.replica.skipping
+
+        ends = self.crew.do(body, passes)
+        for rank, own in enumerate(passes):
+            for number, heads in own:
+                self.truth.add(rank, number, heads)
+        self.truth.average()
+        if riding:
+            rode = [dict.fromkeys(range(self.size), number) for number in (0, self.number)]
+            rode[0] = {rank: rank for rank in range(self.size)}
+            assert ends == [(rode, tuple(sorted(skips)))] * self.size
+
+    @rule(data=st.data())
+    def accumulate(self, data):
+        passes = self.drawn(data, least=1, most=1)
+        self.crew.do(Rank.accumulate, passes)
+        for rank, ((number, heads),) in enumerate(passes):
+            self.truth.add(rank, number, heads)
+        self.truth.held_back = True
+
+    @rule(which=st.sets(st.sampled_from([0, 1]), min_size=1))
+    def step(self, which):
+        for i in self.chosen(which):
+            ends = self.crew.ends(lambda rank: rank.optimizers[i].step())  # noqa: B023  # called here
+            if self.truth.step_by(i):
+                assert ends == [None] * self.size
+            else:
+                assert all(isinstance(end, UsageError) for end in ends), ends
+
+    @rule(which=st.sets(st.sampled_from([0, 1]), min_size=1), to_none=st.booleans())
+    def zero_grad(self, which, to_none):
+        for i in self.chosen(which):
+            self.crew.do(lambda rank: rank.optimizers[i].zero_grad(set_to_none=to_none))  # noqa: B023
+            self.truth.zero(i, to_none=to_none)
+
+    def zero_all(self):
+        self.zero_grad({0, 1}, to_none=True)
+
+    @rule()
+    def average(self):
+        self.crew.do(lambda rank: rank.replica.average())
+        self.truth.average()
+
+    @rule(data=st.data())
+    def weighed_step(self, data):
+        passes = self.drawn(data, least=0, most=2)
+        weights = [[data.draw(st.sampled_from([0, 1, 3])) for _ in own] for own in passes]
+        total = sum(map(sum, weights))
+        if not total:
+            return
+        self.zero_all()
+        self.crew.do(lambda rank, own, weights: rank.backward(own, weights), passes, weights)
+        for rank, own in enumerate(passes):
+            for (number, heads), weight in zip(own, weights[rank], strict=True):
+                self.truth.add(rank, number, heads, weight)
+        self.truth.average(total=total)
+        self.all_is_equal()
+        self.step({0, 1})
+        self.zero_all()
+
+    @rule()
+    def save(self):
+        self.crew.do(Rank.save)
+        self.saved = Saved(self.truth.model, *self.truth.optimizers), self.truth.step, [*self.truth.passes]
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def load(self):
+        self.zero_all()
+        self.crew.do(Rank.load)
+        states, self.truth.step, passes = self.saved
+        self.truth.passes = [*passes]
+        states.load()
+
+    @rule(way=st.sampled_from(WAYS), watch=st.booleans(), frozen=st.booleans())
+    def attach_anew(self, way, watch, frozen):
+        self.zero_all()
+
+        def detach(rank):
+            rank.replica.detach()
+            rank.model.heads[1].requires_grad_(not frozen)
+
+        self.crew.do(detach)
+        self.truth.model.heads[1].requires_grad_(not frozen)
+        self.attach(way, watch)
+
+    @rule(data=st.data())
+    def join(self, data):
+        steps = self.drawn(data, least=0, most=3)
+        self.zero_all()
+        self.crew.do(Rank.join, steps)
+        members = [*range(self.size)]
+        for place in range(max(map(len, steps))):
+            members = [rank for rank, own in enumerate(steps) if place < len(own)]
+            for rank in members:
+                self.truth.add(rank, *steps[rank][place])
+            self.truth.average(members)
+            self.truth.give(members[0])
+            for i, optimizer in enumerate(self.truth.optimizers):
+                optimizer.step()
+                self.truth.zero(i, to_none=True)
+        self.truth.passes = [self.truth.passes[members[0]]] * self.size
+        self.truth.unused = set()
+
+    @invariant()
+    def all_is_equal(self):
+        if self.crew is None:
+            return
+        self.compare_all(self.truth.model)
+        for place, rank in enumerate(self.crew.ranks):
+            assert rank.replica.step == self.truth.step
+            assert int(rank.model.passes) == self.truth.passes[place]
+            grads = {name: param.grad for name, param in rank.model.named_parameters() if param.grad is not None}
+            assert grads.keys() == self.truth.grads[place].keys()
+            for name, grad in self.truth.grads[place].items():
+                torch.testing.assert_close(grads[name], grad, **CLOSE)
+
+
+class Alone:
+    """What one process knows of ranks that train apart, and exchange weights when a step has ended."""
+
+    def __init__(self, ranks, optimizers, algorithm):
+        each = [made(optimizers) for _ in range(ranks)]
+        self.models, self.optimizers = map(list, zip(*each, strict=True))
+        self.restart(algorithm)
+
+    @property
+    def size(self):
+        return len(self.models)
+
+    def all_optimizers(self):
+        return [each for own in self.optimizers for each in own]
+
+    def weights(self):
+        return [[param.detach().clone() for param in model.parameters()] for model in self.models]
+
+    def mean(self):
+        return [sum(parts) / self.size for parts in zip(*self.weights(), strict=True)]
+
+    @torch.no_grad()
+    def write(self, rank, weights):
+        for param, new in zip(self.models[rank].parameters(), weights, strict=True):
+            param.copy_(new)
+
+    def restart(self, algorithm):
+        """All ranks begin as rank 0 is."""
+        self.algorithm = algorithm
+        self.clock = StepClock(range(len(self.optimizers[0])))
+        self.in_flight = None  # local SGD: the step and the weights with which a period ended
+        self.anchor = self.weights()[0]
+        for rank in range(1, self.size):
+            self.write(rank, self.anchor)
+            for own, first in zip(self.optimizers[rank], self.optimizers[0], strict=True):
+                own.load_state_dict(deepcopy(first.state_dict()))
+
+    def end_steps(self, ended):
+        for step in ended:
+            self.clock.end_step()
+            if isinstance(self.algorithm, commrt.Gossip):
+                sent = self.weights()
+                for rank, source in sources(self.algorithm, step, self.size).items():
+                    pairs = zip(sent[rank], sent[source], strict=True)
+                    self.write(rank, [own + (came - own) / 2 for own, came in pairs])
+            else:
+                self.end_local_step()
+
+    def end_local_step(self):
+        local, step = self.algorithm, self.clock.step
+        if self.in_flight and step - self.in_flight[0] >= local.delay:
+            self.merge()
+        if local.leaves(0, step):
+            self.in_flight = step, self.weights()
+            if not local.delay:
+                self.merge()
+
+    def merge(self):
+        """The anchor becomes the mean of what was sent, to which each rank adds what it has learned since."""
+        if self.in_flight is None:
+            return
+        (_, sent), self.in_flight = self.in_flight, None
+        self.anchor = [sum(parts) / self.size for parts in zip(*sent, strict=True)]
+        for rank, now in enumerate(self.weights()):
+            parts = zip(self.anchor, now, sent[rank], strict=True)
+            self.write(rank, [anchor + (own - left) for anchor, own, left in parts])
+
+    def forward(self):
+        """Gossip mixes before weights are used; local SGD sends them when an optimizer has stepped."""
+        if isinstance(self.algorithm, commrt.Gossip):
+            self.end_steps(self.clock.on_weights_needed())
+
+    def drain(self):
+        self.end_steps(self.clock.on_weights_needed())
+        self.merge()
+
+    def consolidate(self):
+        self.drain()
+        self.anchor = self.mean()
+        for rank in range(self.size):
+            self.write(rank, self.anchor)
+
+    def add(self, rank, number, heads):
+        loss_of(self.models[rank], rank, number, heads).backward()
+
+    def step_by(self, which):
+        self.end_steps(self.clock.on_step_begin(which))
+        for optimizers in self.optimizers:
+            optimizers[which].step()
+        self.end_steps(self.clock.on_step_end(which))
+
+
+APART = [
+    commrt.Gossip(),
+    commrt.Gossip(rotate=False),
+    LocalSGD(2),
+    LocalSGD(3, delay=2),
+    LocalSGD(2, delay=2, inner=commrt.Ring()),
+]
+
+
+class Apart(Loops):
+    """Gossip and local SGD: ranks differ, but as one process says."""
+
+    @initialize(ranks=st.integers(1, 4), optimizers=st.integers(1, 2), algorithm=st.sampled_from(APART))
+    def begin(self, ranks, optimizers, algorithm):
+        self.truth = Alone(ranks, optimizers, algorithm)
+        self.hire(ranks, optimizers)
+        self.attach(algorithm)
+
+    def attach(self, algorithm):
+        self.crew.do(lambda rank: rank.attach(algorithm))
+        self.truth.restart(algorithm)
+
+    @rule(data=st.data())
+    def backward(self, data):
+        passes = self.drawn(data, least=1, most=2)
+        self.crew.do(Rank.backward, passes)
+        self.truth.forward()
+        for rank, own in enumerate(passes):
+            for number, heads in own:
+                self.truth.add(rank, number, heads)
+        self.truth.clock.on_pass(within_step=False)
+
+    @rule(data=st.data())
+    def accumulate(self, data):
+        passes = [own[:1] for own in self.drawn(data, least=1, most=2)]
+        self.crew.do(Rank.accumulate, passes)
+        self.truth.forward()
+        for rank, own in enumerate(passes):
+            self.truth.add(rank, *own[0])
+
+    @rule(which=st.sets(st.sampled_from([0, 1]), min_size=1))
+    def step(self, which):
+        for i in self.chosen(which):
+            self.crew.do(lambda rank: rank.optimizers[i].step())  # noqa: B023  # called here
+            self.truth.step_by(i)
+
+    @rule(which=st.sets(st.sampled_from([0, 1]), min_size=1), to_none=st.booleans())
+    def zero_grad(self, which, to_none):
+        for i in self.chosen(which):
+            self.crew.do(lambda rank: rank.optimizers[i].zero_grad(set_to_none=to_none))  # noqa: B023
+            for optimizers in self.truth.optimizers:
+                optimizers[i].zero_grad(set_to_none=to_none)
+
+    @rule()
+    def average(self):
+        self.crew.do(lambda rank: rank.replica.average())
+        self.truth.clock.on_pass(within_step=False)
+        self.truth.end_steps(self.truth.clock.on_weights_needed())
+
+    @rule()
+    def drain(self):
+        self.crew.do(lambda rank: rank.replica.drain())
+        self.truth.drain()
+        self.all_is_as_said()
+
+    @rule()
+    def consolidate(self):
+        self.crew.do(lambda rank: rank.replica.consolidate())
+        self.truth.consolidate()
+        self.all_is_as_said()
+
+    @rule(algorithm=st.sampled_from(APART))
+    def attach_anew(self, algorithm):
+        self.drain()
+        self.crew.do(lambda rank: rank.replica.detach())
+        for optimizer in self.all_optimizers():
+            optimizer.state.clear()  # ranks may not have used the same layers, which attach refuses
+        self.attach(algorithm)
+        self.saved = None
+        self.all_is_as_said()
+
+    @rule()
+    def save(self):
+        self.drain()
+        self.crew.do(Rank.save)
+        states = [Saved(model, *own) for model, own in zip(self.truth.models, self.truth.optimizers, strict=True)]
+        self.saved = states, self.truth.clock.step, self.truth.anchor
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def load(self):
+        self.drain()
+        self.zero_grad({0, 1}, to_none=True)
+        self.crew.do(Rank.load)
+        states, step, self.truth.anchor = self.saved
+        self.truth.clock.restart(step)
+        for state in states:
+            state.load()
+        self.all_is_as_said()
+
+    @rule(data=st.data())
+    def join(self, data):
+        steps = self.drawn(data, least=0, most=2)
+        self.zero_grad({0, 1}, to_none=True)
+        self.crew.do(Rank.join, steps)
+        truth = self.truth
+        truth.forward()
+        for place in range(max(map(len, steps))):
+            for rank, own in enumerate(steps):
+                if place < len(own):
+                    truth.add(rank, *own[place])
+                    for optimizer in truth.optimizers[rank]:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            truth.clock.on_pass(within_step=False)
+            truth.end_steps(truth.clock.on_weights_needed())
+        truth.consolidate()
+        last = max(range(self.size), key=lambda rank: len(steps[rank]))
+        for optimizers in truth.optimizers:
+            for own, of_last in zip(optimizers, truth.optimizers[last], strict=True):
+                own.load_state_dict(deepcopy(of_last.state_dict()))
+        self.all_is_as_said()
+
+    def all_is_as_said(self):
+        for rank, model in zip(self.crew.ranks, self.truth.models, strict=True):
+            assert rank.replica.step == self.truth.clock.step
+            self.compare(rank, model)
+
+    def teardown(self):
+        if self.crew is not None:
+            try:
+                self.drain()
+            finally:
+                super().teardown()
+
+
+class Quorum:
+    """What one process knows of ranks whose gradients count in some steps."""
+
+    def __init__(self, optimizers):
+        self.model, self.optimizers = made(optimizers)
+        self.step = 0
+
+    def all_optimizers(self):
+        return self.optimizers
+
+    def advance(self, passes, members):
+        """One step with the gradients that the `members` have for their `passes`."""
+        sums = {}
+        for rank in members:
+            self.model.zero_grad()
+            for number, heads in passes:
+                loss_of(self.model, rank, number, heads).backward()
+            for name, param in self.model.named_parameters():
+                if param.grad is not None:
+                    sums[name] = sums.get(name, 0) + param.grad
+        for name, param in self.model.named_parameters():
+            param.grad = sums[name] / len(members) if name in sums else None
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.step += 1
+
+
+BACKUPS = [
+    commrt.BackupWorkers(1),
+    commrt.BackupWorkers(1, early=True),
+    commrt.BackupWorkers(1, inner=commrt.Ring()),
+]
+
+
+class Backups(Loops):
+    """Backup workers: whoever counts, all ranks end with the steps of one process with the gradients that counted."""
+
+    @initialize(ranks=st.integers(2, 4), optimizers=st.integers(1, 2), algorithm=st.sampled_from(BACKUPS))
+    def begin(self, ranks, optimizers, algorithm):
+        self.hire(max(ranks, 2 * algorithm.backups + 1), optimizers)
+        self.truth = Quorum(optimizers)
+        self.attach(algorithm)
+
+    def attach(self, algorithm):
+        self.crew.do(lambda rank: rank.attach(algorithm))
+        self.truth.step = 0
+        self.needed = self.size - algorithm.backups
+
+    @rule(steps=st.integers(1, 3), slow=st.sets(st.integers(0, 3)), heads=st.lists(HEADS, min_size=1, max_size=2))
+    def train(self, steps, slow, heads):
+        """All ranks until so many steps are made; the slow ones compute for longer."""
+        first, until = self.number, self.truth.step + steps
+        self.number += 10
+
+        def passes_of(step):
+            return [(first + 2 * step + i, each) for i, each in enumerate(heads)]
+
+        found = self.crew.do(lambda rank: trained(rank, until, passes_of, 20 * (rank.world.rank in slow)))
+        used = counted_steps(found)
+        assert sorted(used) == [*range(self.truth.step, until)]
+        for step in range(self.truth.step, until):
+            assert len(used[step]) == self.needed
+            self.truth.advance(passes_of(step), used[step])
+
+    @rule()
+    def consolidate(self):
+        self.crew.do(lambda rank: rank.replica.consolidate())
+
+    @rule()
+    def save(self):
+        self.crew.do(Rank.save)
+        self.saved = Saved(self.truth.model, *self.truth.optimizers), self.truth.step
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def load(self):
+        self.crew.do(Rank.load)
+        state, self.truth.step = self.saved
+        state.load()
+
+    @rule(algorithm=st.sampled_from(BACKUPS))
+    def attach_anew(self, algorithm):
+        self.crew.do(lambda rank: rank.replica.drain())
+        self.crew.do(lambda rank: rank.replica.detach())
+        self.attach(algorithm)
+
+    @invariant()
+    def all_is_equal(self):
+        if self.crew is not None:
+            self.crew.do(lambda rank: rank.replica.drain())
+            assert {rank.replica.step for rank in self.crew.ranks} == {self.truth.step}
+            self.compare_all(self.truth.model)
+
+
+SETTINGS = settings(
+    max_examples=30 * MORE,
+    stateful_step_count=12,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=[*HealthCheck],
+    phases=[Phase.reuse, Phase.generate],
+)
+TestSynchronous = Synchronous.TestCase
+TestSynchronous.settings = SETTINGS
+TestApart = Apart.TestCase
+TestApart.settings = SETTINGS
+TestBackups = Backups.TestCase
+TestBackups.settings = SETTINGS
