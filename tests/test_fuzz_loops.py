@@ -291,7 +291,7 @@ class Synchronous(Loops):
         self.crew.do(Rank.load)
         states, self.truth.step, passes = self.saved
         self.truth.passes = [*passes]
-        states.load()
+        states.load(self.truth.model, *self.truth.optimizers)
 
     @rule(way=st.sampled_from(WAYS), watch=st.booleans(), frozen=st.booleans())
     def attach_anew(self, way, watch, frozen):
@@ -525,8 +525,8 @@ class Apart(Loops):
         self.crew.do(Rank.load)
         states, step, self.truth.anchor = self.saved
         self.truth.clock.restart(step)
-        for state in states:
-            state.load()
+        for state, model, own in zip(states, self.truth.models, self.truth.optimizers, strict=True):
+            state.load(model, *own)
         self.all_is_as_said()
 
     @rule(data=st.data())
@@ -643,7 +643,7 @@ class Backups(Loops):
     def load(self):
         self.crew.do(Rank.load)
         state, self.truth.step = self.saved
-        state.load()
+        state.load(self.truth.model, *self.truth.optimizers)
 
     @rule(algorithm=st.sampled_from(BACKUPS))
     def attach_anew(self, algorithm):

@@ -55,11 +55,11 @@ class Saved:
     """The states of some owners, as a checkpoint would hold them."""
 
     def __init__(self, *owners):
-        self.owners = owners
-        self.states = [deepcopy(owner.state_dict()) for owner in owners]
+        self._states = [deepcopy(owner.state_dict()) for owner in owners]
 
-    def load(self):
-        for owner, state in zip(self.owners, self.states, strict=True):
+    def load(self, *owners):
+        """Give `owners` the states of those before."""
+        for owner, state in zip(owners, self._states, strict=True):
             owner.load_state_dict(deepcopy(state))
 
 
@@ -100,7 +100,7 @@ class Rank:
         self.saved = Saved(self.replica, self.model, *self.optimizers)
 
     def load(self):
-        self.saved.load()
+        self.saved.load(self.replica, self.model, *self.optimizers)
 
     def join(self, steps):
         """Train so many steps of one pass each, while others may make more."""
