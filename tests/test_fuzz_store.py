@@ -46,7 +46,7 @@ READERS = [
     lambda said: WorldConfig.read(planted("world configuration", said)),
     lambda said: parse_announcements(said.decode(errors="replace"), 0),
 ]
-RECORDS = [connection._parse_start, local_sockets._parse_caller, nccl_communicator._parse_info]
+RECORDS = [connection._parse_told, local_sockets._parse_caller, nccl_communicator._parse_info]
 
 
 @cases(60)
