@@ -21,9 +21,9 @@ from commrt.store.environment import VARIABLES
 from commrt.store.launcher import Launch, launched
 from commrt.testing.workers import run_workers
 from commrt.tools.commands.machine import examine
-from commrt.tools.measuring import doctor_machine
+from commrt.tools.measuring import doctor_exchange, doctor_machine
 from commrt.tools.measuring.doctor_environment import AT_LEAST, HARMS, MISSING, launcher, packages, variables
-from commrt.tools.measuring.doctor_machine import EXCHANGE_ADVICE, gpus
+from commrt.tools.measuring.doctor_machine import gpus
 from commrt.transport.names import TRANSPORTS
 
 ROOT = Path(__file__).parent.parent
@@ -166,7 +166,7 @@ def test_gpus_are_named_with_what_is_wrong_with_them(cuda, built_for, driver, ve
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    monkeypatch.setattr(doctor_machine, "LIMIT_S", 30.0)
+    monkeypatch.setattr(doctor_exchange, "LIMIT_S", 30.0)
 
 
 def test_too_few_files_for_the_ranks_of_a_launch_are_a_problem(monkeypatch):
@@ -221,18 +221,18 @@ def test_two_processes_exchange_over_the_transport_that_was_chosen(transport, mo
     variables = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
     for name, value in (variables | {"COMMRT_TRANSPORT": transport}).items():
         monkeypatch.setenv(name, value)
-    finding = only(doctor_machine.exchange())
+    finding = only(doctor_exchange.exchange())
     assert (finding.verdict, finding.facts["transport"]) == ("ok", transport), finding
     assert finding.facts["latency_us"] > 0
     assert launched().rank == 5
-    assert transport in EXCHANGE_ADVICE
+    assert transport in doctor_exchange.EXCHANGE_ADVICE
 
 
 @FORKS
 def test_sums_that_are_wrong_are_a_problem(monkeypatch):
-    measure = doctor_machine.measure
-    monkeypatch.setattr(doctor_machine, "measure", lambda schedule: measure(schedule)._replace(wrong=3))
-    finding = only(doctor_machine.exchange())
+    measure = doctor_exchange.measure
+    monkeypatch.setattr(doctor_exchange, "measure", lambda schedule: measure(schedule)._replace(wrong=3))
+    finding = only(doctor_exchange.exchange())
     assert (finding.verdict, "6 elements are wrong" in finding.detail) == ("problem", True)
 
 
@@ -241,9 +241,9 @@ def test_an_exchange_that_hangs_ends_with_its_deadline(monkeypatch):
     def hang(_):
         os.read(os.pipe()[0], 1)  # nobody writes
 
-    monkeypatch.setattr(doctor_machine, "measure", hang)
-    monkeypatch.setattr(doctor_machine, "LIMIT_S", 0.5)
-    finding = only(doctor_machine.exchange())
+    monkeypatch.setattr(doctor_exchange, "measure", hang)
+    monkeypatch.setattr(doctor_exchange, "LIMIT_S", 0.5)
+    finding = only(doctor_exchange.exchange())
     assert finding.verdict == "problem"
     assert "workers [0, 1] still ran after 0.5 s" in finding.detail
     assert "COMMRT_TRANSPORT=gloo" in finding.advice

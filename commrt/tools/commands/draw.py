@@ -19,9 +19,11 @@ from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import choose, compute_of, workload_called
 from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate
-from commrt.tools.pictures.drawing import draw_scaling, draw_schedule
+from commrt.tools.pictures.drawing import draw_schedule
 from commrt.tools.pictures.files import require_picture, save_picture
-from commrt.tools.pictures.step_drawing import draw_recorded_step, draw_simulated_step
+from commrt.tools.pictures.recorded_step import draw_recorded_step
+from commrt.tools.pictures.scaling_drawing import draw_scaling
+from commrt.tools.pictures.simulated_step import draw_simulated_step
 from commrt.tools.pictures.timelines import read_spans
 from commrt.tools.planning.phases import phases
 from commrt.tools.planning.timeline import blocking_step, overlapped_step

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt doctor`` with torch: what ranks find on this host.
+"""``commrt doctor`` with torch: what ranks find on this host, in the order in which `examine` asks.
 
-Open files, processors, GPUs, NCCL, and an exchange between two processes. These are forked, so it
-must come before anything starts threads, and torch computes with one meanwhile. NCCL stays loaded.
+Transport, open files, processors, GPUs, NCCL; the exchange between two processes is in
+`doctor_exchange`. Nothing is changed, but drivers and NCCL stay loaded.
 """
 
 from __future__ import annotations
@@ -16,43 +16,20 @@ from importlib.util import find_spec
 from itertools import combinations
 from math import inf
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
-from commrt.algorithms import ring
-from commrt.errors import CommrtError, DisagreementError, UsageError
-from commrt.proof.replay import prove
-from commrt.proof.spec import all_reduce
-from commrt.runtime.connection import suited, transport_called
-from commrt.runtime.init import init
-from commrt.schedule import Schedule
+from commrt.runtime.connection import transport_called
 from commrt.store.addresses import host_identity
 from commrt.store.launcher import Launch
-from commrt.testing.workers import run_workers
+from commrt.tools.measuring.doctor_exchange import exchange
 from commrt.tools.measuring.findings import Finding, guarded
 from commrt.transport.names import chosen_transport
 
 FILES_ALONE = 40
 FILES_PER_PEER = 6
 """Upper bounds of files: ranks of 2 to 8 hold 14, and 4 (Gloo) or 5 (shared memory) per peer."""
-RANKS = 2
-LIMIT_S = 4.0
-"""Limit of the exchange, which takes a quarter of a second on an idle machine."""
-SERIES = {256: 21, 64 << 10: 11, 4 << 20: 7}
-"""How often each number of bytes is reduced; one more run before these warms up."""
-EXCHANGE_ADVICE = {
-    "shared": (
-        "Try COMMRT_TRANSPORT=gloo: if it works, something forbids shared memory between processes."
-    ),
-    "gloo": (
-        "Check that no firewall or sandbox keeps processes of this host from connecting over"
-        " 127.0.0.1."
-    ),
-}
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """The control group's limit."""
 DRIVER = Path("/dev/nvidiactl")
@@ -64,7 +41,7 @@ NCCL_AT_LEAST = 21800
 
 
 def examine(launch: Launch | None, quick: bool) -> Iterator[Finding]:
-    """Yield all findings of this module.
+    """Yield all findings of this module, and that of the exchange, unless `quick`.
 
     The exchange forks, so it comes before checks that load a driver or NCCL.
     """
@@ -144,83 +121,6 @@ def cpus() -> float:
         return min(allowed, inf if most == "max" else int(most) / int(period))
     except (OSError, ValueError):
         return allowed
-
-
-class Exchanged(NamedTuple):
-    """What one rank of the exchange measured."""
-
-    transport: str
-    median_s: dict[int, float]
-    """Time of an all-reduce, by its bytes."""
-    wrong: int
-    """Elements of sums that had a wrong value."""
-
-
-def exchange() -> Iterator[Finding]:
-    """Let two forked processes all-reduce over the transport of ``init()``, and check the sums."""
-    schedule = ring.all_reduce(RANKS)
-    prove(schedule, all_reduce(RANKS, schedule.chunks))
-    asked = (transport_called(chosen_transport()) or suited([host_identity()])).kind
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # forked processes cannot inherit more
-    try:
-        results = run_workers(RANKS, lambda: measure(schedule), limit_s=LIMIT_S)
-    except (UsageError, DisagreementError) as error:
-        yield Finding("exchange", "problem", str(error), "Do what the message says.")
-    except CommrtError as error:
-        yield Finding(
-            "exchange",
-            "problem",
-            f"two processes could not exchange: {error}",
-            EXCHANGE_ADVICE[asked],
-        )
-    else:
-        yield _judged(schedule.name, results[0], sum(each.wrong for each in results.values()))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def measure(schedule: Schedule) -> Exchanged:
-    """Run the exchange in one of the processes."""
-    torch.set_num_threads(1)
-    medians_s = dict[int, float]()
-    wrong = 0
-    with init(LIMIT_S, start_timeout_s=LIMIT_S) as world:
-        for nbytes, times in SERIES.items():
-            buffer = world.transport.allocate(nbytes // 4, torch.float32)
-            seconds = list[float]()
-            values = torch.arange(buffer.numel(), device="cpu") % 1000
-            # small whole numbers, so sums are exact
-            total = world.size * (world.size + 1) / 2 * values
-            for _ in range(times + 1):
-                buffer.copy_((world.rank + 1) * values)
-                begin_s = perf_counter()
-                world.run(schedule, buffer)
-                seconds.append(perf_counter() - begin_s)
-                wrong += int((buffer != total).sum())
-            medians_s[nbytes] = median(seconds[1:])
-        return Exchanged(world.transport.kind, medians_s, wrong)
-
-
-def _judged(schedule: str, first: Exchanged, wrong: int) -> Finding:
-    if wrong:
-        detail = (
-            f"two processes all-reduced over {first.transport}, and {wrong:,} elements are wrong"
-        )
-        return Finding(
-            "exchange", "problem", detail, "Do not train here. Report it with this output."
-        )
-    small = min(SERIES)
-    large = max(SERIES)
-    latency_us = 1e6 * first.median_s[small]
-    gbytes_per_s = large / first.median_s[large] / 1e9
-    facts = {"transport": first.transport, "latency_us": latency_us, "gbytes_per_s": gbytes_per_s}
-    times = (
-        f"{small} B in {latency_us:.0f} us, {large >> 20} MiB at {gbytes_per_s:.2f} GB/s sent by"
-        " each"
-    )
-    detail = f"two processes all-reduced along a proven {schedule} over {first.transport}: {times}"
-    return Finding("exchange", "ok", detail, facts=facts)
 
 
 def gpus(cuda: ModuleType, built_for: str | None, driver: Path = DRIVER) -> Iterator[Finding]:

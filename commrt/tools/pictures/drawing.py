@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of schedules, and of how algorithms scale.
+"""Pictures of schedules: ranks over steps, and an arrow for each transfer.
 
 Returns figures of matplotlib; writes no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,11 @@ import numpy as np
 
 from commrt.errors import UsageError
 from commrt.schedule import COPY, Combine, Schedule, Step
-from commrt.tools.pictures.figures import MAX_RANKS, label_ranks, new_figure
+from commrt.tools.pictures.figures import MAX_RANKS, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 MAX_STEPS = 130
 SIZE_LIMIT = f"a picture can show {MAX_RANKS} ranks and {MAX_STEPS} steps"
@@ -86,18 +85,3 @@ def _phases(steps: Sequence[Step]) -> Iterator[tuple[int, int, str]]:
     for (_, _, name), group in groupby(range(len(steps)), traits):
         numbers = list(group)
         yield numbers[0], numbers[-1] + 1, name
-
-
-def draw_scaling(
-    title: str, rank_counts: Sequence[int], efficiencies: Mapping[str, Sequence[float]]
-) -> Figure:
-    """Draw efficiency of a training step (0 to 1) by number of ranks, a line per algorithm."""
-    figure, axes = new_figure(7.5, 4.6)
-    for (name, efficiency), marker in zip(efficiencies.items(), MARKERS, strict=False):
-        axes.plot(rank_counts, [100 * each for each in efficiency], f"{marker}-", label=name, ms=5)
-    axes.set_ylim(0, 102)
-    label_ranks(axes, title, rank_counts, "efficiency, %")
-    return figure
-
-
-MARKERS = "osD^vPX*"

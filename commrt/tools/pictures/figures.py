@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pictures begin with: an empty figure of matplotlib, and axes over numbers of ranks.
+"""What pictures share: an empty figure of matplotlib, colours, and axes over ranks or time.
 
-matplotlib is imported when a figure is asked for: it is heavy, and an extra.
+matplotlib is imported when a figure is asked for: it is heavy, and an extra. The functions that
+label write to the axes that they are given.
 """
 
 from __future__ import annotations
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 64
 """The most ranks that a picture can show one by one."""
+COLOURS = {
+    "forward": "#9ecae1",
+    "backward": "#4292c6",
+    "wait": "#cb181d",
+    "optimizer": "#bdbdbd",
+    "bucket": "#74c476",
+    "hop": "#fd8d3c",
+    "combine": "#6a51a3",
+}
+"""Of the parts of a step, by name, each drawn over those before it.
+
+Green parts of a bucket are packing and unpacking.
+"""
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -39,3 +53,11 @@ def label_ranks(axes: Axes, title: str, ranks: Sequence[int], what: str) -> None
     axes.legend(frameon=False)
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def label_time(axes: Axes, title: str) -> None:
+    """Let `axes` show rows of bars over milliseconds."""
+    axes.set_xlabel("ms")
+    axes.set_title(title, fontsize=11)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)

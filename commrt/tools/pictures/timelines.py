@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines of recorded runs: written for Chrome, read again, and how long ranks computed in them.
+"""Timelines of recorded runs: written for Chrome, read; their steps, and how long ranks computed.
 
 Only `read_spans` touches a file, and nothing writes one.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import median_low
 from typing import Any, NamedTuple
 
 from commrt.errors import UsageError
@@ -28,6 +30,19 @@ class TimelineSpan(NamedTuple):
     begin_ms: float
     end_ms: float
     step: int | None
+
+
+class StepWindow(NamedTuple):
+    """When a step of all ranks was."""
+
+    step: int
+    begin_ms: float
+    end_ms: float
+
+    @property
+    def width_ms(self) -> float:
+        """Its duration."""
+        return self.end_ms - self.begin_ms
 
 
 def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -95,3 +110,34 @@ def compute_times_s(spans: Sequence[TimelineSpan]) -> list[list[float]]:
         list(step)
         for step in zip(*(by_rank[rank][WARMUP_STEPS:] for rank in sorted(by_rank)), strict=False)
     ]
+
+
+def step_windows(spans: Sequence[TimelineSpan]) -> list[StepWindow]:
+    """Return steps, each from the first rank to end the one before to the last rank to end it."""
+    # by rank, the ends of its optimizer steps in ms
+    updates: defaultdict[int, list[float]] = defaultdict(list)
+    ends_ms: defaultdict[int, list[float]] = defaultdict(list)  # by step
+    for span in sorted(spans, key=lambda span: span.end_ms):
+        if span.name == "optimizer":
+            updates[span.rank].append(span.end_ms)
+    for span in spans:
+        if span.name == "wait" and span.step is not None:
+            ends_ms[span.step].append(
+                next((end for end in updates[span.rank] if end > span.end_ms), span.end_ms)
+            )
+    # waits of gossip and DDP have no step number: count the optimizer's steps of each rank
+    if not ends_ms:
+        for rank_ends_ms in updates.values():
+            for step, end_ms in enumerate(rank_ends_ms):
+                ends_ms[step].append(end_ms)
+    return [
+        StepWindow(step, min(ends_ms[before]), max(ends_ms[step]))
+        for before, step in pairwise(sorted(ends_ms))
+    ]
+
+
+def typical(windows: Sequence[StepWindow]) -> StepWindow:
+    """Return a step of median duration, of those after the first."""
+    late = windows[WARMUP_STEPS:] or windows
+    middle_ms = median_low(window.width_ms for window in late)
+    return next(window for window in late if window.width_ms == middle_ms)
