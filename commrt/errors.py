@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that commrt raises, and what they quote of other libraries' errors (`cause_of`).
+"""The errors that commrt raises.
 
 A message says what happened, what was expected, and what to do. `UsageError` is a ``ValueError``
 and `DeadlineExceeded` a ``TimeoutError``, so code that does not import commrt can catch them.
@@ -7,14 +7,8 @@ and `DeadlineExceeded` a ``TimeoutError``, so code that does not import commrt c
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
-
-IN_SOURCE = re.compile(
-    r"\[enforce fail at [^\]]*\] [^.]*\. (-?\d+ vs -?\d+\. )?" r"|\[[^\]]*/[^\]]*\] *"
-)
-"""Where in its own source a library failed, and the condition that did not hold there."""
 
 
 class CommrtError(Exception):
@@ -22,7 +16,11 @@ class CommrtError(Exception):
 
 
 class UsageError(CommrtError, ValueError):
-    """An argument or a call that cannot work. Raised before anything was sent."""
+    """An argument or a call that cannot work.
+
+    Raised before anything was sent, but for what shows only in a step that runs, such as a gradient
+    that becomes ready twice, or a backward pass that an error interrupted.
+    """
 
 
 class ScheduleError(CommrtError):
@@ -77,18 +75,6 @@ class TransportError(CommrtError):
         return f"{here}. {self.elsewhere}" if self.elsewhere else here
 
 
-def cause_of(error: BaseException) -> str:
-    """Return what a library says in `error`: the first line, without places in its own source.
-
-    >>> cause_of(RuntimeError("[enforce fail at /a/b.cc:8] -1 vs -1. pipe: Too many open files"))
-    'pipe: Too many open files'
-    >>> cause_of(RuntimeError("Gloo failed with [/a/b.cc:1] timed out, remote=[127.0.0.1]:30"))
-    'Gloo failed with timed out, remote=[127.0.0.1]:30'
-    """
-    first = next(iter(str(error).splitlines()), "")
-    return IN_SOURCE.sub("", first)[:300].strip() or type(error).__name__
-
-
 class DeadlineExceeded(TransportError, TimeoutError):
     """A peer did not respond before the deadline; it may be slow, stopped or busy."""
 
@@ -133,7 +119,7 @@ class Evicted(TransportError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:  # for copies, and for pickles that cross processes
-        return Evicted, (self._why, self.place, self.generation, self.by)
+        return Evicted, (self._why, self.place, self.generation, self.by), vars(self)
 
 
 class QuorumLost(TransportError):

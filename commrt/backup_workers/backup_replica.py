@@ -36,7 +36,7 @@ from commrt.runtime.model_hooks import NO_HOOKS, Hooks
 from commrt.store.keys import store_of_model
 from commrt.store.world_config import WorldConfig
 from commrt.training import synchronous
-from commrt.training.arrival import letting_in
+from commrt.training.admission import letting_in
 from commrt.training.backward_pass import INTERRUPTED, at_end_of_backward, current_pass
 from commrt.training.gathering import gather_integers
 from commrt.training.gradient_hooks import on_dense_gradients

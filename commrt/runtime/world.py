@@ -75,7 +75,7 @@ class World:
         self.config = config
         """What this process must fit until it has taken a lost rank's place; None for others.
 
-        `commrt.training.arrival.letting_in` sets it to None then.
+        `commrt.training.admission.letting_in` sets it to None then.
         """
         self.is_replacement = config is not None
         """True if this process came while the others train, to a lost rank's place or a new one."""

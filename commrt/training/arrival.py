@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process comes to ranks that train: it takes one's state, and later gives its own.
+"""How a process that comes to ranks that train takes one's state, and how that one gives it.
 
-A rank packs its state at the end of a backward pass, on the thread that trains, and so never waits
-for one that comes; a thread of the server hands it out.
+The rank that gives packs its state at the end of a backward pass, or where it waits for others to
+merge (`GrowingReplica`). So it never waits for one that comes; a thread of the server hands the
+state out. It writes keys of its own on the store, and no state.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import suppress
 
 from torch.distributed import PrefixStore
 
@@ -21,39 +22,25 @@ from commrt.store.keys import store_of_model
 from commrt.store.launcher import LOOPBACK
 from commrt.threads.deadline import Timeouts
 from commrt.threads.future import Future
-from commrt.training.replica import Replica
 
 PASS_SHARE = 1 / 4
 """A source is asked for this share of a step's limit: so long may a backward pass take to end."""
 
 
-@contextmanager
-def letting_in(replica: Replica, world: World, membership: ElasticMembership) -> Iterator[None]:
-    """Become a member of `world` in the body; if that fails, tell the others and detach.
-
-    Once it is a member, `World.config` is None, as on any other rank.
-    """
-    try:
-        yield
-    except BaseException as error:
-        membership.depart(f"it was not let in: {error}")
-        replica.detach()
-        raise
-    world.config = None
-
-
 class StateGiver:
-    """Gives the state of one rank to processes that come, and asks others for theirs.
+    """Gives the state of one rank to processes that come.
 
-    A thread of the server per process that comes runs `_give`; all else is the training thread's.
+    A thread of the server per process that comes runs `_give`. `answer` runs on the thread that
+    trains, or the one that ends its backward pass; all else is the training thread's.
     """
 
     def __init__(self, world: World, number: int) -> None:
         self._world = world
-        store = PrefixStore("given", store_of_model(world.store, number))
-        self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
+        self._store = _addresses(world, number)
         self._asked: deque[Future[bytes]] = deque()
-        """Those that wait: appended by threads of the server, taken by the training thread."""
+        """Those that wait: threads of the server append them, and remove them if nothing comes in
+        time; `answer` takes them.
+        """
         towards = None if world.reconnect_options is None else world.reconnect_options.towards
         self._server = StateServer(towards or LOOPBACK, self._give)
 
@@ -65,16 +52,14 @@ class StateGiver:
         """Answer nobody any more."""
         self._server.close()
 
-    @property
-    def _ready_s(self) -> float:
-        return Timeouts.of(self._world.timeout_s).step_s * PASS_SHARE
-
     def _give(self, _: int) -> Generator[bytes]:
         asked = Future[bytes]()
         self._asked.append(asked)
         try:
-            packed = asked.result(self._ready_s)
+            packed = asked.result(_ready_s(self._world))
         except TimeoutError:
+            with suppress(ValueError):  # `answer` has taken it
+                self._asked.remove(asked)
             return
         yield b""
         yield packed
@@ -87,19 +72,36 @@ class StateGiver:
     def answer(self, pack: Callable[[], bytes]) -> None:
         """Give all that wait what `pack` returns, also those that come meanwhile."""
         packed = pack()
-        while self._asked:
-            self._asked.popleft().set_result(packed)
+        with suppress(IndexError):  # nobody waits any more
+            while True:
+                self._asked.popleft().set_result(packed)
 
-    def fetch(self, membership: ElasticMembership) -> bytes | None:
-        """Return a member's state, None if none gives it now; the k-th rank asks another first."""
-        own = self._world.rank
-        places = self._world.size
-        limits = Timeouts.of(self._world.timeout_s)
-        for rank in sorted(membership.generation.connected, key=lambda rank: (rank - own) % places):
-            address = self._store.read(f"service/{rank}")
-            if (
-                address
-                and (packed := request_state(address, 0, self._ready_s, limits.step_s)) is not None
-            ):
-                return packed
-        return None
+
+def fetch_state(world: World, number: int, membership: ElasticMembership) -> bytes | None:
+    """Return what a member gives of the `number`-th model, None if none does so now.
+
+    Members are asked in turn, and the k-th rank asks another one first than the others. Waits on
+    the thread that calls it.
+    """
+    own = world.rank
+    places = world.size
+    limits = Timeouts.of(world.timeout_s)
+    addresses = _addresses(world, number)
+    for rank in sorted(membership.generation.connected, key=lambda rank: (rank - own) % places):
+        address = addresses.read(f"service/{rank}")
+        if (
+            address
+            and (packed := request_state(address, 0, _ready_s(world), limits.step_s)) is not None
+        ):
+            return packed
+    return None
+
+
+def _addresses(world: World, number: int) -> TimedStore:
+    """Return the store of the servers' addresses for the `number`-th model."""
+    store = PrefixStore("given", store_of_model(world.store, number))
+    return TimedStore(store, world.rank, lambda: world.timeout_s)
+
+
+def _ready_s(world: World) -> float:
+    return Timeouts.of(world.timeout_s).step_s * PASS_SHARE

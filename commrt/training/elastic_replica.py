@@ -18,7 +18,8 @@ from commrt.buckets.tensors import Named
 from commrt.elastic.elastic_membership import ElasticMembership, end_survival, survive_losses
 from commrt.errors import UsageError
 from commrt.runtime.untraced import untraced
-from commrt.training.arrival import StateGiver, letting_in
+from commrt.training.admission import letting_in
+from commrt.training.arrival import StateGiver, fetch_state
 from commrt.training.backward_pass import at_end_of_backward
 from commrt.training.optimizer_steps import attached_to
 from commrt.training.packed_state import pack, unpack
@@ -107,7 +108,7 @@ class ElasticReplica(Replica):
 
     def _fetch(self, membership: ElasticMembership) -> bool:
         """Take the state of a member; False if none gives it now."""
-        packed = cast("StateGiver", self._giver).fetch(membership)
+        packed = fetch_state(self._world, self._number, membership)
         if packed is None:
             return False
         self._install(packed)

@@ -35,7 +35,6 @@ from commrt.errors import (
     Place,
     TransportClosed,
     TransportError,
-    cause_of,
 )
 from commrt.store.client import call_store
 from commrt.store.environment import variable
@@ -45,6 +44,7 @@ from commrt.threads.deadline import clock
 from commrt.threads.forking import release_in_forked_child
 from commrt.transport.bind_checks import require_cpu, split_self
 from commrt.transport.gloo_listeners import refuse_connections
+from commrt.transport.library_errors import cause_of
 from commrt.transport.protocol import CPU, Exchange, P2PGroup, Tag, Transport
 
 UNUSED_TAG = (1 << 31) - 1

@@ -31,7 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commrt.errors import Place, TransportError, cause_of
+from commrt.errors import Place, TransportError
+from commrt.transport.library_errors import cause_of
 
 CPU = torch.device("cpu")
 
