@@ -6,7 +6,7 @@ They write the model's weights, and know no other rank. On the thread that train
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -45,9 +45,10 @@ class _Tensor:
 class Fragment(WeightPart):
     """Tensors that leave together.
 
-    The replica calls `leave`, then the exchange replaces what leaves by its average, and then the
-    replica calls `merge`. Meanwhile the communication thread reads what leaves, and the anchors
-    through `digest`. All fields are written here, by calls of the thread that trains.
+    The replica calls `leave`, replaces what left by its average (`GradientBucket.unpack`), and then
+    calls `merge`. In between the communication thread reads what leaves, and the anchors through
+    `digest`. All fields are written here, by calls of the thread that trains; of what is
+    `in_flight`, the replica, `checkpoint` and the exchange write fields (see `InFlight`).
     """
 
     IN_FLIGHT = (
@@ -205,6 +206,12 @@ class Fragment(WeightPart):
             for name, tensor in kept.items():
                 tensor.copy_(state[key][name])
         self.note()
+
+    def anchors_in(self, state: Mapping[str, Any] | None) -> Iterator[Tensor]:
+        """Yield the anchors after `load_state_dict` of `state`, or `restart` without one."""
+        for each in self._tensors:
+            found = each.slot.tensor() if state is None else state["anchors"][each.slot.name]
+            yield found.to(each.anchor.dtype)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `UsageError` if `state` is not that of such a fragment."""

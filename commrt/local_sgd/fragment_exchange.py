@@ -16,20 +16,19 @@ from functools import partial
 from itertools import chain
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.header import Header
-from commrt.buckets.plan import build_buckets
 from commrt.buckets.span import Span
 from commrt.buckets.weight_watch import WeightWatch
 from commrt.elastic.barrier import Barrier
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import PeerLost, Place
 from commrt.local_sgd.fragment import Fragment
+from commrt.local_sgd.fragment_buckets import fragment_buckets
 from commrt.local_sgd.in_flight import InFlight, Submitted
 from commrt.local_sgd.policy import LocalSGD
 from commrt.runtime.generation import Generation, Members
@@ -37,18 +36,23 @@ from commrt.runtime.membership import LOST
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
 from commrt.training.request import Request
-from commrt.transport.protocol import Allocate
 
 MERGING = "merging what left after step"
 """What ranks come to where they merge together; the number of the step follows."""
+
+
+def is_merge(what: str) -> bool:
+    """Return True if the collective `what`, as ranks name it to each other, is one of `receive`."""
+    return what.startswith(MERGING)
 
 
 class FragmentExchange:
     """Carries fragments over the communication thread, in the order in which they leave.
 
     That thread runs `_average`, which changes nothing here; all else, and each field, is the
-    training thread's. Written here of others: `InFlight.submitted` and `residuals`, what a bucket
-    weighs and whether all may weigh nothing, and after a loss the engine's algorithm and buckets.
+    training thread's. Written here of others: `InFlight.submitted` and `residuals`; of buckets what
+    they carry (`take`), weigh and have as residuals; after a loss the engine's algorithm and
+    buckets; and the membership learns in `_average` which steps have begun.
     """
 
     def __init__(self, request: Request, fragments: Sequence[Fragment]) -> None:
@@ -63,7 +67,7 @@ class FragmentExchange:
         self._agreed = self._world.membership.number
         self.members: Members = tuple(range(self._world.founders))
         """The ranks whose differences the next exchange averages; written here only."""
-        self._buckets = self._new_buckets()
+        self._buckets = fragment_buckets(self._request, self.fragments)
         buckets = [*chain.from_iterable(self._buckets)]
         self.engine = Engine(self._world, self.algorithm.inner, buckets)
         """`attach` lets it prepare, the replica restores its residuals and releases it."""
@@ -73,27 +77,6 @@ class FragmentExchange:
         """What the ranks vote with; None where a lost rank ends the world."""
         membership = self._world.membership
         return membership.barrier if isinstance(membership, ElasticMembership) else None
-
-    def _new_buckets(self) -> list[list[GradientBucket]]:
-        """Return the buckets of each fragment.
-
-        Fragments that are never in flight at the same time share memory: of four, of which one
-        leaves at a time, a quarter of what the whole model would need to travel.
-        """
-        found: list[list[GradientBucket]] = []
-        pieces: list[list[Tensor]] = [[] for _ in range(self.algorithm.at_once)]
-        for fragment in self.fragments:
-            pool = pieces[fragment.index % len(pieces)]
-            own = _allocate_from(pool, self._world.transport.allocate_shared)
-            kind = self._request.wire, self._request.cap_nbytes, self._model_number
-            riding = None if self.algorithm.is_gossip else (self._world.rank, self._world.size)
-            first = sum(map(len, found))
-            buckets = build_buckets(fragment.outgoing, *kind, own, first=first, riding=riding)
-            if riding is not None:
-                # all may have skipped the steps of a period
-                buckets[0].may_weigh_nothing = True
-            found.append(buckets)
-        return found
 
     def go_on_with(self, members: Iterable[int], votes: int) -> None:
         """Go on as one of the `members`, which has sent the only fragment `votes` times."""
@@ -122,7 +105,10 @@ class FragmentExchange:
     def _submit(
         self, fragment: Fragment, in_flight: InFlight, generation: Generation, vote: str
     ) -> Future[tuple[Span, ...]]:
-        """Begin an attempt to average what `fragment` holds among `members`."""
+        """Begin an attempt to average what `fragment` holds among `members`.
+
+        The first one keeps the residuals in `in_flight`, each other one begins from those.
+        """
         buckets = self._buckets[fragment.index]
         exchange = fragment.exchanges - 1
         for bucket in buckets:
@@ -133,7 +119,7 @@ class FragmentExchange:
             bucket.own_weight = in_flight.weight
         if self.engine.quantizer is not None:
             own = {name: part for bucket in buckets for name, part in bucket.residuals().items()}
-            if in_flight.residuals is None:  # the first attempt
+            if in_flight.residuals is None:
                 in_flight.residuals = {name: part.clone() for name, part in own.items()}
             else:
                 for name, part in own.items():
@@ -141,13 +127,13 @@ class FragmentExchange:
         watched = fragment.digest if self._request.watch else None
         average = partial(
             self._average,
-            buckets,
-            in_flight.step,
-            generation,
-            self.members,
-            exchange,
-            watched,
-            vote,
+            buckets=buckets,
+            step=in_flight.step,
+            generation=generation,
+            members=self.members,
+            exchange=exchange,
+            watched=watched,
+            vote=vote,
         )
         answer = self._world.membership.submit(average)
         in_flight.submitted = Submitted(generation, vote, buckets, answer)
@@ -155,6 +141,7 @@ class FragmentExchange:
 
     def _average(
         self,
+        *,
         buckets: Sequence[GradientBucket],
         step: int,
         generation: Generation,
@@ -186,7 +173,12 @@ class FragmentExchange:
         return residuals
 
     def receive(self, fragment: Fragment, in_flight: InFlight) -> Submitted:
-        """Wait until all ranks have the average on the buckets' wires; return those."""
+        """Wait until all ranks have the average on the buckets' wires; return those.
+
+        It is the background's, if all ranks have that one: without votes each rank knows by itself,
+        with votes by their outcome. Else, also if nothing was sent, the ranks that are left average
+        together here, all of them for the same fragment (`_attempt`).
+        """
         if not self._all_have(in_flight):
             with self._world.membership.collective(f"{MERGING} {in_flight.step}", in_flight.step):
                 self._agreed = self._world.membership.together(
@@ -219,24 +211,9 @@ class FragmentExchange:
         self.engine.use_algorithm(self.algorithm.among(len(self.members)))
         if not self.engine.is_current:
             residuals = self.engine.residuals()
-            self._buckets = self._new_buckets()
+            self._buckets = fragment_buckets(self._request, self.fragments)
             self.engine.replace_buckets([*chain.from_iterable(self._buckets)])
             self.engine.restore_residuals(residuals)
         # no vote of its own: the ranks vote on the whole attempt
         self._submit(fragment, in_flight, generation, "").result()
         return generation.number
-
-
-def _allocate_from(pieces: list[Tensor], allocate: Allocate) -> Allocate:
-    """Return a function that gives out `pieces` once more, and adds to them where none has room."""
-    free = [*pieces]
-
-    def again(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for i, piece in enumerate(free):
-            if piece.dtype == dtype and numel <= len(piece):
-                free[i] = piece[numel:]
-                return piece[:numel]
-        pieces.append(allocate(numel, dtype, device))
-        return pieces[-1]
-
-    return again

@@ -14,7 +14,7 @@ from weakref import WeakMethod
 
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import DeadlineExceeded, Place, UsageError
-from commrt.local_sgd.fragment_exchange import MERGING, FragmentExchange
+from commrt.local_sgd.fragment_exchange import FragmentExchange, is_merge
 from commrt.local_sgd.local_replica import LocalReplica
 from commrt.local_sgd.policy import LocalSGD
 from commrt.runtime.wire import is_quantized
@@ -42,8 +42,13 @@ def require_that_grows(request: Request) -> None:
 class GrowingReplica(LocalReplica):
     """A `LocalReplica` of one fragment, merged at once, which gives its state and takes another's.
 
-    Of others it sets `ElasticMembership.while_waiting`, and goes on with the members and votes of
-    another rank's `FragmentExchange`.
+    It replaces of `ElasticReplica`, which calls them on the thread that trains: `_enter`, on the
+    rank that comes (`come`); `_follow`, there and where `_keeps_taken_state` takes the state again;
+    and in hooks of a backward pass, on its thread, `_may_give` and `_record`, where a rank asks.
+
+    It writes what comes to the fragment, its weights included, to `_seen` and, by `go_on_with`, to
+    the exchange. Of others it sets `ElasticMembership.while_waiting`, called on the thread that
+    trains.
     """
 
     def __init__(self, request: Request, exchange: FragmentExchange) -> None:
@@ -59,9 +64,7 @@ class GrowingReplica(LocalReplica):
         while not self._fetch(membership):
             membership.require_open()
             waiting = membership.member.ranks_in_collective(membership.generation).values()
-            if other := next(
-                (each.what for each in waiting if not each.what.startswith(MERGING)), None
-            ):
+            if other := next((each.what for each in waiting if not is_merge(each.what)), None):
                 raise UsageError(
                     f"the other ranks came to {other} before this one had their state: start it"
                     " again"
@@ -86,12 +89,13 @@ class GrowingReplica(LocalReplica):
     def _record(self) -> dict[str, Any]:
         (fragment,) = self._fragments
         state = fragment.state_dict()
-        left = 0 if self._may_give() else 1  # this rank gives what it had before its weights left
-        state |= {"in_flight": None, "exchanges": fragment.exchanges - left}
+        # what it had before its weights left, if these are under way
+        ahead = 0 if self._may_give() else 1
+        state |= {"in_flight": None, "exchanges": fragment.exchanges - ahead}
         return super()._record() | {
-            "step": self._clock.step - left,
+            "step": self._clock.step - ahead,
             "fragment": state,
-            "votes": self._exchange.votes[0] - left,
+            "votes": self._exchange.votes[0] - ahead,
             "members": [*self._exchange.members],
         }
 

@@ -32,8 +32,8 @@ class Submitted(NamedTuple):
 class InFlight:
     """An exchange of a fragment, from the step after which its weights leave to the merge.
 
-    Only the thread that trains writes it. The replica says what leaves, in a step or from a
-    checkpoint; after that only `FragmentExchange` writes, the last two fields.
+    Only the thread that trains writes it. The replica says what leaves in a step, `checkpoint` what
+    leaves again; after that only `FragmentExchange` writes, the last two fields.
     """
 
     step: int

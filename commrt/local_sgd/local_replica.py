@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica that trains alone and averages once in a period, and its checkpoints.
+"""A replica of local SGD: it trains alone, and decides when fragments leave and are merged.
 
-It decides when fragments leave and merge. `fragment` changes weights, `fragment_exchange` sends. On
-the thread that trains.
+`fragment` changes weights, `fragment_exchange` sends, and `checkpoint` has what is loaded. On the
+thread that trains; hooks of gradients run on that of the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from commrt.buckets.digest import Digest
 from commrt.errors import UsageError
+from commrt.local_sgd.checkpoint import agree, require_fit, take
 from commrt.local_sgd.fragment import Fragment
 from commrt.local_sgd.fragment_exchange import FragmentExchange
 from commrt.local_sgd.in_flight import InFlight
@@ -27,14 +27,15 @@ from commrt.training.residuals import own_residuals
 from commrt.training.riding import FEEDBACK
 from commrt.training.settings import settings_digest
 from commrt.training.stateful import Stateful
-from commrt.training.tensor_bytes import digest
 
 
 class LocalReplica(AfterStepReplica):
     """Trains alone, and merges averages at steps that all ranks know; else it waits for nobody.
 
-    Of others it sets what leaves with an `InFlight`. Fields are written here, and by
-    `GrowingReplica` where a rank comes.
+    It replaces `AfterStepReplica._on_pass`, called in each backward pass that counts, and
+    `_advance`, called where a step ends; else methods that users call. Of its parents' fields it
+    writes `_spans`. `GrowingReplica` writes `_seen` where a rank comes. Written here of others:
+    what leaves with an `InFlight`.
     """
 
     def __init__(self, request: Request, exchange: FragmentExchange) -> None:
@@ -134,9 +135,7 @@ class LocalReplica(AfterStepReplica):
 
     def _account(self) -> None:
         """Add what exchanges between steps have cost to the totals."""
-        before = self._stats
-        self._close_report(self._clock.step, self._exchange.members)
-        self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
+        self._close_report(self._clock.step, self._exchange.members, steps=0)
 
     def consolidate(self) -> None:
         """End the period: set the weights to the anchor, bitwise equal on all ranks; collective.
@@ -220,67 +219,28 @@ class LocalReplica(AfterStepReplica):
 
         A state that another algorithm saved has no anchor. Training then begins anew from the
         model's weights, which must be equal on all ranks. Raises `UsageError` if `state` does not
-        fit, `DisagreementError` if ranks load different steps or anchors.
+        fit, `DisagreementError` if ranks load different steps or anchors: nothing is loaded then.
         """
         if self._keeps_taken_state():
             return
         self._world.require_all_ranks("load_state_dict()")  # before anything changes
         step = self._step_in(state)
         due = state.get("due", 0)
+        fragments = self._fragments
         residuals = own_residuals(state, self._world.rank, self._exchange.engine.residuals())
         saved = state.get("fragments")
-        if saved is None:
-            for fragment in self._fragments:
-                fragment.restart()
-        else:
-            self._check(saved, state["period"], state["delay"])
-            for fragment, part in zip(self._fragments, saved, strict=True):
-                fragment.load_state_dict(part)
-            self._restore_weights(saved, state.get("seen"))
-        self._agree_on_state(step + due)
+        if saved is not None:
+            require_fit(saved, state["period"], state["delay"], fragments, self._local)
+        agree(self._world, step + due, saved, fragments, self._local)
+        take(saved, fragments, self._riding)
+        if saved is not None:
+            before = state.get("seen") or [NOTHING_SEEN] * len(fragments)
+            self._seen = [*map(self._weights.seen.since, before)]
         self._clock.restart(step, due, state.get("stepped", ()))
         self._noted = {}
         self._exchange.engine.restore_residuals(residuals)
         for fragment, each in self._in_flight():
             self._exchange.send(fragment, each)
-
-    def _restore_weights(
-        self, saved: Sequence[Mapping[str, Any]], seen: Sequence[tuple[int, int, float]] | None
-    ) -> None:
-        """Go on with what each period's steps weighed so far, and what is to be sent again."""
-        for i, fragment in enumerate(self._fragments):
-            self._seen[i] = self._weights.seen.since(seen[i] if seen else NOTHING_SEEN)
-            if (
-                fragment.in_flight is not None
-                and (weight := saved[i]["in_flight"].get("weight")) is not None
-            ):
-                fragment.in_flight.weight = weight
-                fragment.in_flight.leaving = self._riding.leave_again(weight)
-
-    def _check(self, saved: Sequence[Mapping[str, Any]], period: int, delay: int) -> None:
-        if len(saved) != len(self._fragments):
-            raise UsageError(
-                f"the state has {len(saved)} fragments and the model was attached with"
-                f" {len(self._fragments)}: attach it with the algorithm of the run that saved it"
-            )
-        own = self._local.period, self._local.delay
-        if (period, delay) != own and any(part.get("in_flight") for part in saved):
-            raise UsageError(
-                f"the state has averages in flight of period={period}, delay={delay}, and the model"
-                f" was attached with period={own[0]}, delay={own[1]}: attach it as it was, or save"
-                " after replica.consolidate()"
-            )
-        for fragment, part in zip(self._fragments, saved, strict=True):
-            fragment.check_state(part)
-
-    def _agree_on_state(self, passes: int) -> None:
-        """Raise `DisagreementError` if ranks have loaded what does not belong together."""
-        in_flight = ", ".join(
-            f"{part.index} after step {part.left}" for part, _ in self._in_flight()
-        )
-        anchors = [("", anchor) for fragment in self._fragments for anchor in fragment.anchors]
-        digests = "its own" if self._local.is_gossip else digest(anchors)
-        self._world.agree("load_state_dict", step=str(passes), in_flight=in_flight, anchors=digests)
 
     def detach(self) -> None:
         """Remove all hooks, and drop averages in flight once they are there; not collective."""

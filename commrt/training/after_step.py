@@ -121,12 +121,12 @@ class AfterStepReplica(ElasticReplica):
         part.note()
         self._exposed_s += perf_counter() - begin_s
 
-    def _close_report(self, step: int, members: tuple[int, ...]) -> None:
-        """Set `last` to what was done since the latest report, and add it to the totals."""
+    def _close_report(self, step: int, members: tuple[int, ...], *, steps: int = 1) -> None:
+        """Set `last` to what was done since the latest report; add it to the totals (`plus`)."""
         self.last = StepReport(
             step, members, self._exposed_s, tuple(self._spans), frozenset(self._received_from)
         )
-        self._stats = self._stats.plus(self.last)
+        self._stats = self._stats.plus(self.last, steps=steps)
         self._spans = []
         self._received_from = set()
         self._exposed_s = 0.0

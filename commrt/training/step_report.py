@@ -72,20 +72,20 @@ class Stats:
     samples: int = 0
     """Samples of all steps, without those in which a member could not say."""
 
-    def plus(self, step: StepReport) -> Stats:
-        """Return the totals with one more step."""
+    def plus(self, step: StepReport, *, steps: int = 1) -> Stats:
+        """Return the totals with one more step; with 0 `steps` for exchanges between two."""
         comm_s = 0.0
         nbytes_sent = 0
         for span in step.spans:
             comm_s += span.end_s - span.begin_s
             nbytes_sent += span.nbytes_sent
         return Stats(
-            self.steps + 1,
+            self.steps + steps,
             self.comm_s + comm_s,
             self.exposed_s + step.exposed_s,
             self.nbytes_sent + nbytes_sent,
             self.received_from | step.received_from,
-            self.counted + step.counted,
+            self.counted + (steps if step.counted else 0),
             self.late_s + step.late_s,
             self.dropped + len(step.dropped),
             self.saved_s + step.saved_s,
