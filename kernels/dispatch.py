@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the backend of a kernel: Triton on a GPU for dtypes that it offers, else plain torch.
 
-What a function here returns does the work each time it is called, on the calling thread (on a GPU
-on its current stream), and only on the memory that was given. Plain torch packs, adds and mixes
-integers and fp64 on GPUs too. It also adds and mixes tensors there that do not begin at a multiple
-of 16 bytes.
+`packing` returns an object; what `adding` and the like return does the work each time it is called.
+Both work on the calling thread (on a GPU on its current stream), and only on the memory that was
+given. Making one imports and compiles what a GPU needs. Plain torch packs, adds and mixes integers
+and fp64 on GPUs too. It also adds and mixes tensors there that do not begin at a multiple of 16
+bytes.
 """
 
 from __future__ import annotations

@@ -82,7 +82,10 @@ class Repeatable(Packing, Protocol):
         """Return bounds [chunks + 1] of an even cut of the wire, where parts may begin and end."""
 
     def pack_aimed(self) -> None:
-        """As `pack`, with one launch whose arguments never change, so a graph can record it."""
+        """As `pack`, with one launch whose arguments never change, so a graph can record it.
+
+        What rides is left alone: nobody may read it after that.
+        """
 
     def unpack_aimed(self, parts: Parts = NO_PARTS) -> None:
         """As `unpack`, with one launch whose arguments never change, so a graph can record it."""

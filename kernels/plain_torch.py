@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pack, reduce and mix in plain torch: this defines the kernels, and runs on CPUs.
+"""Pack, scale, reduce and mix in plain torch: this defines the kernels, and runs on CPUs.
 
 Functions write to their targets only. Unpacking is a copy, and has no function here.
 """
@@ -37,6 +37,13 @@ def pack(sources: Sequence[Tensor | None], targets: Sequence[Tensor], scale: flo
         else:  # torch rounds a product of these once, to the dtype of `target`
             is_exact = source.dtype in {target.dtype, torch.float32, torch.float64}
             torch.mul(source if is_exact else source.float(), scale, out=target)
+
+
+def scale_present(tensors: Iterable[Tensor | None], factor: float) -> None:
+    """Multiply those of `tensors` that are there, in place; there may be none."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if present:  # torch refuses an empty list
+        torch._foreach_mul_(present, factor)
 
 
 def reduce_into(out: Tensor, summands: Sequence[Tensor]) -> None:

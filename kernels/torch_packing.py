@@ -8,7 +8,7 @@ the other for those that are left; then `seal` there, after `move_at_once` where
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import compress, repeat
 from operator import is_
@@ -44,13 +44,6 @@ def pack_at_once(
         torch._foreach_copy_(views, present)
         if scale != 1:
             row.mul_(scale)
-
-
-def scale_present(tensors: Iterable[Tensor | None], factor: float) -> None:
-    """Multiply those of `tensors` that are there, in place; there may be none."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if present:  # torch refuses an empty list
-        torch._foreach_mul_(present, factor)
 
 
 def present_pairs(

@@ -28,7 +28,8 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
-from commrt.kernels.torch_packing import bits, scale_present
+from commrt.kernels.plain_torch import scale_present
+from commrt.kernels.torch_packing import bits
 from commrt.runtime.wire import QuantizedWire
 
 CHANGED = (

@@ -3,7 +3,8 @@
 
 `run_processes` is for tests: its processes are not forked from this one, so it may have threads.
 `Crew`, which `workers` uses too, starts them any way, and listens on the thread that made it. All
-have torchrun's variables, and find each other at a free port of the loopback.
+have this process's environment with torchrun's variables, and find each other at a free port of the
+loopback. `on_message` is called on the thread that listens.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Returns True if the rank needs not end by itself, `RESTART` to start another pro
 
 @dataclass(slots=True)
 class Outcome:
-    """How one rank ended, as far as is known: its `Crew` fills it in, on its own thread."""
+    """How one rank ended, as far as is known: only its `Crew` fills it in, as it listens."""
 
     rank: int
     value: Any = None

@@ -2,7 +2,8 @@
 """Run a function once per rank, with threads of this process as ranks.
 
 For tests. Each thread has a world of its own, which has a communication thread. All share a store
-and, by default, a fabric in memory.
+and, by default, a fabric in memory. Nothing here writes `RECONNECTING`: who brings another way to
+connect does, once, before any thread of a rank starts.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.buckets.span import Span
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError
-from commrt.kernels.torch_packing import scale_present
+from commrt.kernels.plain_torch import scale_present
 from commrt.runtime.membership import LOST
 from commrt.runtime.untraced import untraced
 from commrt.store.keys import store_of_model

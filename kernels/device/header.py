@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The head of a wire: packing writes the header and the flags of tensors, unpacking compares.
 
-Only programs of first tiles touch it: of a tensor for its flag, of all for the header.
+Only programs of first tiles touch it: of a tensor for its flag, of all for the header. `tensor`,
+`first` and `address` say which tile it is, as `tiles.tile_of` and the tables do.
 """
 
 from __future__ import annotations

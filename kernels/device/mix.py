@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mix: move many tensors towards what a peer sent.
 
-A program per tile of `commrt.kernels.tables`, which writes to its tensor only.
+A program per tile of `commrt.kernels.tables`, which writes to its tensor only. Arguments are the
+columns of `Tables`, two wires of its layout, and where the weight is; `device.variants` compiles
+for those in capitals.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 """Pack: many tensors into one wire buffer.
 
 A program per tile of `commrt.kernels.tables`, which writes its part of the wire, and of the head.
+Arguments are the columns of `Tables`, a wire of its layout, the header (its address, if `HELD`) and
+where the scale is; `device.variants` compiles for those in capitals.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 
 That module draws a tile. A thread takes the same 4 columns of all 8 blocks of it. Bits that share a
 byte lie whole blocks apart, and so do values that share a counter of random numbers, so threads
-exchange nothing but the largest value of each block.
+exchange nothing but the largest value of each block. A program writes to its own tile of `codes`,
+`values` or `residual`; `numel` counts all values, and `device.variants` compiles for the arguments
+in capitals.
 """
 
 from __future__ import annotations

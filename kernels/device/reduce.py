@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce: add buffers up, some of which may lie in peers' memory.
 
-A program per tile, which writes to its part of `out` only.
+A program per tile, which writes to its part of `out` only. Arguments are the first buffer, where
+the addresses of the others are, the target and its elements; `device.variants` compiles for those
+in capitals.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """Signal to peers how far this rank has come, and wait until they are far enough; with a deadline.
 
 A signal is a store with release, a wait loads with acquire, at the scope of the whole system. So
-what a peer's kernels wrote before its signal is there for this rank's next kernel.
+what a peer's kernels wrote before its signal is there for this rank's next kernel. One program, of
+one warp, writes the peers' inboxes, this rank's counts and state, and two words of the host.
 """
 
 from __future__ import annotations

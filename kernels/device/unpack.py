@@ -2,7 +2,9 @@
 """Unpack: one wire buffer into many tensors.
 
 A program per tile of `commrt.kernels.tables`, which writes to its tensor; the first one also tells
-the host if the wire has another header.
+the host, by 1 in `mismatch`, if the wire has another header. Arguments are the columns of `Tables`,
+a wire of its layout, the header (its address, if `HELD`) and that word of the host;
+`device.variants` compiles for those in capitals.
 """
 
 from __future__ import annotations

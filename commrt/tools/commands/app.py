@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program ``commrt``: its commands, its errors in one line on standard error, its exit codes.
 
-`main` runs programs of studies and examples too. Importing it needs no torch: what looks at a
+`main` runs programs of studies and examples too, lets standard output write any name of a file, and
+ends the process after an error. Importing it needs no torch: what looks at a
 machine imports it when it is called.
 """
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an exchange and a training step take, for the options of a command, and as JSON.
 
-Prices nothing until it is asked, and then once; prints nothing, and needs no torch.
+`StepEstimate.of` reads the file that --model names. An exchange is priced when it is first asked
+for, and kept; nothing is printed, and no torch needed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 """Measure for ``commrt probe`` what a cluster file says: links of each kind, adding, quantizing.
 
 Collective, between other exchanges of the world: the communication thread runs the timed rounds,
-and its caller waits. Where there are GPUs, the world is connected to them, and messages go from one
-GPU to another through NCCL.
+and its caller waits. Adding and quantizing are timed on the calling thread. Where there are GPUs,
+the world is connected to them, and messages go from one GPU to another through NCCL. `probed` makes
+the world, in forked processes if no launcher started several.
 """
 
 from __future__ import annotations
@@ -131,14 +132,18 @@ def probe(world: World) -> Cluster:
             max(pair.bytes_per_s, near.bytes_per_s) / 1e9,
             per_host * near.bytes_per_s / 1e9,
         )
-    return _cluster(world, per_host, link, far, shared)
+    return _measured_cluster(world, per_host, link, far, shared)
 
 
-def _cluster(world: World, per_host: int, within: Link, far: Line, shared: Line | None) -> Cluster:
-    """Describe links between hosts by `far`, and by `shared` if all ranks use them at once."""
+def _measured_cluster(
+    world: World, per_host: int, within: Link, far: Line, shared: Line | None
+) -> Cluster:
+    """Measure what else the file says, and return all; the link between hosts is `far`, or `shared`
+    if all ranks use it at once.
+    """
     of_host_bytes_per_s = per_host * shared.bytes_per_s if shared is not None else far.bytes_per_s
     nics = max(round(of_host_bytes_per_s / far.bytes_per_s), 1)
-    device = _connected_device(world)
+    device = _connect_device(world)
     add_s_per_byte = sum(all_gather(world, _add_s_per_byte(device))) / world.size
     code_s_per_byte = sum(all_gather(world, _code_s_per_byte(device))) / world.size
     way = "NCCL" if device.type == "cuda" else world.transport.kind
@@ -190,7 +195,7 @@ def _measure(world: World, rings: Rings) -> Line:
 def _timer(world: World, schedule: Schedule, nbytes: int) -> Callable[[], float]:
     """Return a task for the communication thread: seconds of a round with chunks of `nbytes`."""
     buffer = world.transport.allocate(
-        schedule.chunks * nbytes // 4, torch.float32, _connected_device(world)
+        schedule.chunks * nbytes // 4, torch.float32, _connect_device(world)
     )
     bound = bind(program(schedule, world.rank), buffer, world.transport)
     rounds = ROUNDS[nbytes]
@@ -247,7 +252,7 @@ def all_gather(world: World, value: float) -> list[float]:
     return values.tolist()
 
 
-def _connected_device(world: World) -> torch.device:
+def _connect_device(world: World) -> torch.device:
     """Connect and return this rank's GPU, or the CPU where there is none: where gradients lie."""
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a model's workload for the cost model: layers in order, parameters, multiplications.
 
-Runs the model once, on the calling thread, with hooks that it takes away again; modes, buffers and
-random numbers are put back.
+Runs the model once, on the calling thread, with hooks that it takes away again. Modes, random
+numbers and torch's switch for fast attention are put back; buffers are copies.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a rank computes on a cluster, by the samples that it has in a step."""
+"""How fast a rank computes on a cluster, by the samples that it has in a step.
+
+Pure arithmetic.
+"""
 
 from __future__ import annotations
 

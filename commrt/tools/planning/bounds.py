@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lower bounds of the time of an exchange on a cluster, whatever its schedule is."""
+"""Lower bounds of the time of an exchange on a cluster, whatever its schedule is.
+
+Pure arithmetic.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of how long ranks compute in each step, to sample from."""
+"""Laws of how long ranks compute in each step, to sample from.
+
+Frozen; sampling changes the generator that it is given, and nothing else.
+"""
 
 from __future__ import annotations
 

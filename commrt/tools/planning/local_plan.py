@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD beside the best plan of a step: whether it helps there, and with which period."""
+"""Local SGD beside the best plan of a step: whether it helps there, and with which period.
+
+Prices; nothing runs or is changed.
+"""
 
 from __future__ import annotations
 

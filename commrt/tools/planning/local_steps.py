@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated local SGD: what a step costs, and which delay or period hides the exchange."""
+"""Simulated local SGD: what a step costs, and which delay or period hides the exchange.
+
+Frozen, with pure functions of times; `priced` prices the exchange once.
+"""
 
 from __future__ import annotations
 

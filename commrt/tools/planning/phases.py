@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phases of a priced schedule, to be drawn: steps in a row that move the same amounts."""
+"""The phases of a priced schedule, to be drawn: steps in a row that move the same amounts.
+
+Pure functions of a pricing; `pictures` draws them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms and wires as users write them in Python."""
+"""Algorithms and wires as users write them in Python: text for plans to print."""
 
 from __future__ import annotations
 

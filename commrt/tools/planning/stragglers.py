@@ -3,7 +3,8 @@
 
 With a smaller quorum a step ends sooner, and its update is worth less. J. Chen et al., "Revisiting
 Distributed Synchronous SGD" (2016), choose the quorum that makes the mean time of a step times the
-number of updates smallest. Numbers of that paper are given from memory.
+number of updates smallest. Numbers of that paper are given from memory. Pure functions, but that
+`choose` draws from the generator that it is given.
 """
 
 from __future__ import annotations

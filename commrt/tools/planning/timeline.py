@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated training steps: how much exchange the backward pass hides, and how delays spread.
+"""Timelines of simulated steps: how much exchange the backward pass hides, and how delays spread.
 
 In an all-reduce every rank waits for the slowest. In gossip a rank waits for one other, which
 waited for one other in the step before. So delays spread slowly, and mostly pass before they meet.
-Pure functions of times.
+Pure functions of times. Recorded timelines are read by `pictures.timelines`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wires of the command line: what a gradient is on each, its price, and which can carry it."""
+"""The wires of the command line: what a gradient is on each, its price, and which can carry it.
+
+Pure arithmetic: nothing runs, and nothing changes once it is made.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ class WirePricing(Pricing):
     """As `Pricing`, with the time to pack, and with `quantizer` of codes instead of values.
 
     A rank then also turns all its values into codes before the first step, and all codes into
-    values after the last one. Chunks are whole tiles.
+    values after the last one. Chunks are whole tiles. It replaces `price`, which its parent never
+    calls itself.
     """
 
     def __init__(
