@@ -119,7 +119,7 @@ class Evicted(TransportError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:  # for copies, and for pickles that cross processes
-        return Evicted, (self._why, self.place, self.generation, self.by), vars(self)
+        return type(self), (self._why, self.place, self.generation, self.by), vars(self)
 
 
 class QuorumLost(TransportError):

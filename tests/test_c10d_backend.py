@@ -2,23 +2,26 @@
 """The backend without its group: what other versions of torch need, a GPU's sends and receives, explanations."""
 
 from datetime import timedelta
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import on_ranks
+from peer_group import on_threads
 from torch._C._distributed_c10d import Backend
 from torch.distributed import DistBackendError, HashStore, ReduceOp
 from transports import over_nccl
 
-from commrt.c10d import create, group
+from commrt.c10d import create, group, host_messages
 from commrt.c10d.backend import CommrtBackend
 from commrt.c10d.checked_calls import CheckedCalls
 from commrt.c10d.device_messages import DeviceMessages
-from commrt.c10d.host_messages import HostMessages
+from commrt.c10d.host_messages import DroppedWorks, HostMessages
 from commrt.c10d.short_forms import long_form
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.runtime.world import World
+from commrt.threads.future import Future
 
 
 @pytest.fixture
@@ -27,15 +30,6 @@ def backend():
     backend = CommrtBackend.__new__(CommrtBackend)
     backend.group = SimpleNamespace(requests=CheckedCalls(0, 2), device_messages=SimpleNamespace(waiting=[]))
     return backend
-
-
-def test_torch_begins_sends_and_receives_one_by_one(backend):
-    assert backend.supports_coalescing is False
-
-
-def test_a_receive_from_any_rank_is_refused_with_what_to_do(backend):
-    with pytest.raises(DistBackendError, match="not possible with this version of torch: name src"):
-        backend.recv_anysource([], 0)
 
 
 def test_a_group_that_cannot_open_its_sockets_raises_torchs_error(monkeypatch):
@@ -69,6 +63,7 @@ def test_each_property_that_torch_reads_stands_in_the_class_itself():
     asked = {name for name, value in vars(Backend).items() if isinstance(value, property) and "supports_" in name}
     assert asked
     assert {"options", *asked} <= vars(CommrtBackend).keys()
+    assert CommrtBackend.supports_coalescing is False  # so torch begins sends and receives one by one
 
 
 def test_a_group_is_closed_when_nobody_has_it_any_more():
@@ -137,9 +132,21 @@ def test_a_signal_handler_in_a_call_can_neither_send_nor_close_and_the_batch_lea
 
 
 @on_ranks(2, connect=over_nccl)
-def test_a_gpu_cannot_receive_from_any_rank(world):
+def test_messages_that_cannot_work_are_refused_with_what_to_do(world, backend):
+    with pytest.raises(DistBackendError, match="not possible with this version of torch: name src"):
+        backend.recv_anysource([], 0)
     with pytest.raises(UsageError, match="name the source"):
         DeviceMessages(world).post(torch.zeros(3), None, is_send=False)
+    with pytest.raises(UsageError, match="take a smaller one"):  # if nobody received it, close() would end the process
+        HostMessages(None, world).post(torch.zeros(3), 1, 2**31 - 1, is_send=True)
+
+
+def test_two_threads_that_post_at_once_start_one_wait_for_what_was_dropped(monkeypatch):
+    works, started = DroppedWorks(), []
+    works.keep(None, None, 1.0)
+    monkeypatch.setattr(host_messages, "start_call", lambda call: started.append(call) or sleep(0.1) or Future())
+    on_threads(2, lambda _: works.start_waiting())
+    assert len(started) == 1
 
 
 def test_a_timeout_of_gloo_says_whether_the_peer_is_late_or_gone():

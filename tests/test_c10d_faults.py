@@ -15,7 +15,7 @@ from c10d_faults import COLLECTIVES, DISAGREEMENTS, LARGE, SMALL, STRIKES, appli
 from rank_pool import Pool
 
 from commrt.c10d.dist_errors import as_dist_error
-from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
+from commrt.errors import DeadlineExceeded, Evicted, Place, UsageError
 from commrt.store.launcher import LOOPBACK
 from commrt.testing.processes import free_port, run_processes
 
@@ -171,7 +171,7 @@ def start(rank, port):
 
 
 def test_an_error_is_one_of_torchs_and_survives_a_pickle():
-    for error in (DeadlineExceeded("late", Place(1, 2)), UsageError("wrong"), PeerLost("gone")):
+    for error in (DeadlineExceeded("late", Place(1, 2)), UsageError("wrong"), Evicted("late", Place(1), 2, by=0)):
         raised = as_dist_error(error)
         again = pickle.loads(pickle.dumps(raised))  # noqa: S301  # our own
         assert type(again) is type(raised)

@@ -94,6 +94,9 @@ class BackupWorkersReplica(Replica):
 
     Written here of others: the world's `membership` and `hooks`, and the guard's `held_back`. Late
     ranks take the model and all of `_owners_of_state`, a list that `_state` reads too.
+
+    Of its parent it replaces what users call, and `_collective`, `_take_from_first` and
+    `_restart_at_step`, which collective methods there call; it writes `last` and `_stats`.
     """
 
     drops_gradients = True

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a replica that a late rank takes, and what it needs to go on; and both as bytes."""
+"""The state of a replica that a late rank takes, and what it needs to go on; and both as bytes.
+
+It overwrites the model and what else has state (`owners`) with the state of another rank. Threads
+of the state server copy it while this rank computes, as `ReplicaState` says.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +60,12 @@ class ReplicaState:
     """The state of one rank: other ranks copy it while it is open, and it can become that of
     another rank.
 
-    `owners` are what has state besides the model, such as optimizers and schedulers. `give` answers
-    other ranks, on threads of the state server; all else is for the training thread. Between `open`
-    and `shut`, `give` reads tensors and states while this rank computes: of a pass, its copy counts
-    only if no weight was written meanwhile (`_is_whole`). `open`, `install` and `undo` load states
-    into the owners, and the last two write the model.
+    `owners` are what has state besides the model, such as optimizers and schedulers: a list to
+    which `BackupWorkersReplica.join` adds. `give` answers other ranks, on threads of the state
+    server; all else is for the training thread. Between `open` and `shut`, `give` reads tensors and
+    states while this rank computes: of a pass, its copy counts only if no weight was written
+    meanwhile (`_is_whole`). `open`, `install` and `undo` load states into the owners, and the last
+    two write the model.
     """
 
     def __init__(

@@ -20,8 +20,10 @@ class SkippingGuard(StepGuard):
     """A guard with which optimizer steps change nothing after gradients that did not count,
     whatever a loop calls.
 
-    `take_part` is called before each step, as parameters may change then. `BackupWorkersReplica`
-    sets `held_back` too, and `Standing` sets `steps`.
+    Replaces `before_step` of its parent, which `OptimizerSteps` calls, and `after_step`, which
+    `BackupWorkersReplica` calls, and writes its `_refusal`. `take_part` is called before each step,
+    as parameters may change then. Written by others: `held_back` by `BackupWorkersReplica`, and
+    `steps` by `Standing`.
     """
 
     def __init__(self, *arguments: Any) -> None:

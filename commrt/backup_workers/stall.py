@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a reduction may wait for a rank that is stopped. Nobody knows which one is, so all ranks
-are called to a roll call, which finds out.
+are called to a roll call, which finds out: all that it writes are the calls on the store. It runs
+on two threads, as `StallWatch` says.
 """
 
 from __future__ import annotations

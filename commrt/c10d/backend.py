@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that torch 2.14 and on get from ``init_process_group("commrt")``.
 
-Made, called and ended by the threads of the caller. `Methods` has its collectives, its `group` all
-that they use.
+Made and called on the threads of the caller. `Methods` has its collectives, its `group` all that
+they use. If the object here is dropped, a thread of `commrt.c10d.group` ends that.
 """
 
 from __future__ import annotations

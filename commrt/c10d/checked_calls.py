@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of torch.distributed's collectives, checked, as calls.
 
-Runs on the thread that calls, before anything is sent. Writes to no tensor, and keeps only kinds.
+Runs on the thread that calls, before anything is sent; waits for arguments that a functional
+collective returned. Writes to no tensor, and keeps only kinds.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """Connects the ranks of a process group, and chooses the cluster its schedules are priced for.
 
 On the thread that makes the group. It reads the environment's COMMRT_CLUSTER, COMMRT_SCHEDULES and
-COMMRT_SAME_BITS, which must be equal on all ranks, and writes to the group's part of the store.
+COMMRT_SAME_BITS, which must be equal on all ranks. `unused_part` counts groups on torch's store;
+all else is written to the group's part of it. The process keeps the latest selections.
 """
 
 from __future__ import annotations

@@ -63,7 +63,11 @@ class DeviceMessages:
 
 
 class BatchWork(GroupWork):
-    """A send or a receive in a batch, which leaves when somebody asks for it."""
+    """A send or a receive in a batch.
+
+    Replaces `_task` of its parent, which all its methods call on the thread of their caller: the
+    batch leaves then. Sets `_is_observed` of it.
+    """
 
     future: Future[Any] | None = None
     """Of the batch, once that has left: set once, by `DeviceMessages.flush`; read by any thread."""

@@ -2,76 +2,40 @@
 """The errors that a process group raises: commrt's, each of which is torch's too.
 
 So code written for any backend catches them. Each thread turns its own errors into these at the
-border to torch; below it there are commrt's only.
+border to torch; below it there are commrt's only. The classes are made at import: one for each of
+`commrt.errors`, with the same name.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed import DistBackendError
 
 from commrt import errors
-from commrt.errors import CommrtError
 
 
-class UsageError(errors.UsageError, DistBackendError):
-    """See `commrt.errors.UsageError`."""
+def _torchs_too(kind: type[errors.CommrtError]) -> Any:
+    names = {"__module__": __name__, "__doc__": f"See `commrt.errors.{kind.__name__}`."}
+    return type(kind.__name__, (kind, DistBackendError), names)
 
 
-class ScheduleError(errors.ScheduleError, DistBackendError):
-    """See `commrt.errors.ScheduleError`."""
-
-
-class DisagreementError(errors.DisagreementError, DistBackendError):
-    """See `commrt.errors.DisagreementError`."""
-
-
-class TransportError(errors.TransportError, DistBackendError):
-    """See `commrt.errors.TransportError`."""
-
-
-class DeadlineExceeded(errors.DeadlineExceeded, DistBackendError):
-    """See `commrt.errors.DeadlineExceeded`."""
-
-
-class PeerLost(errors.PeerLost, DistBackendError):
-    """See `commrt.errors.PeerLost`."""
-
-
-class SizeMismatch(errors.SizeMismatch, DistBackendError):
-    """See `commrt.errors.SizeMismatch`."""
-
-
-class CallMismatch(errors.CallMismatch, DistBackendError):
-    """See `commrt.errors.CallMismatch`."""
-
-
-class TransportClosed(errors.TransportClosed, DistBackendError):
-    """See `commrt.errors.TransportClosed`."""
-
-
-_OURS: dict[type[CommrtError], type[CommrtError]] = {
-    ours.__bases__[0]: ours
-    for ours in (
-        UsageError,
-        ScheduleError,
-        DisagreementError,
-        TransportError,
-        DeadlineExceeded,
-        PeerLost,
-        SizeMismatch,
-        CallMismatch,
-        TransportClosed,
-    )
+_OURS: dict[type, Any] = {
+    kind: _torchs_too(kind)
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.CommrtError)
 }
 """By the kind of commrt."""
+globals().update({kind.__name__: kind for kind in _OURS.values()})  # where a pickle looks for them
 
 
-def as_dist_error(error: CommrtError) -> CommrtError:
+def as_dist_error(error: errors.CommrtError) -> errors.CommrtError:
     """Return an error that says what `error` does, and is torch's too; raise it from its cause."""
-    kind = _OURS.get(type(error))
-    if kind is None:  # it is one already
+    if isinstance(error, DistBackendError):
         return error
-    both = kind.__new__(kind)
+    # of a class that stands elsewhere, the nearest one
+    kind = next(_OURS[each] for each in type(error).__mro__ if each in _OURS)
+    both: errors.CommrtError = kind.__new__(kind)
     both.args = error.args
     vars(both).update(vars(error))
     return both.with_traceback(error.__traceback__)

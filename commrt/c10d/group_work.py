@@ -24,7 +24,11 @@ from commrt.threads.future import Future
 
 @untraced
 class GroupWork(Work, dist.Work):
-    """A `Work` that is one of ``torch.distributed`` too."""
+    """A `Work` that is one of ``torch.distributed`` too; any thread may use it, also several.
+
+    Replaces `wait` and `get_future` of its parent, which torch and its callers call, and writes its
+    `_is_observed`.
+    """
 
     def __init__(
         self, future: Future[Any] | None, result: Sequence[Tensor], call: object = "the collective"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends and receives of a process group's CPU tensors: in any order, with tags, on Gloo's sockets.
 
-Gloo connects two ranks when they first exchange. Any thread waits, and posts, one at a time. A
-thread of its own waits for works that the caller dropped.
+Gloo connects two ranks when they first exchange. Any thread posts, and waits. A thread of its own
+waits for works that the caller dropped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from math import inf
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -25,13 +26,14 @@ from commrt.errors import (
     Place,
     TransportClosed,
     TransportError,
+    UsageError,
 )
 from commrt.runtime.untraced import untraced
 from commrt.runtime.world import World
 from commrt.threads.calls import start_call
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future
-from commrt.transport.gloo import GlooTransport
+from commrt.transport.gloo import UNUSED_TAG, GlooTransport
 
 SHORTEST_S = 0.001
 """The shortest timeout of a wait that torch does not take for the group's own."""
@@ -58,6 +60,8 @@ class HostMessages:
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if None."""
+        if tag == UNUSED_TAG:
+            raise UsageError(f"tag {tag} is one that commrt uses itself: take a smaller one")
         what = f"{'send' if is_send else 'receive'} with tag {tag}"
         place = Place(self._world.rank, peer, bucket=what, nbytes=data.nbytes)
         self._dropped_sends.start_waiting()
@@ -79,9 +83,10 @@ class HostMessages:
         for work in [work for work in self._sends if not work.was_waited_for]:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(min(self.timeout_s, deadline.left_s), SHORTEST_S)))
-        waiting = self._dropped_sends.start_waiting()
         with suppress(TimeoutError):
-            waiting.result(limit_s and max(deadline.left_s, 0.0))
+            for _ in range(2):  # the first wait may have begun before the last work was dropped
+                waiting = self._dropped_sends.start_waiting()
+                waiting.result(limit_s and max(deadline.left_s, 0.0))
 
     def explained(self, error: RuntimeError, place: Place) -> TransportError:
         """Return what Gloo's `error` means.
@@ -115,10 +120,12 @@ class HostMessages:
 class DroppedWorks:
     """Works of Gloo that nobody waits for any more, which are kept until they end.
 
-    Any thread adds to them, at any place; the one that `start_waiting` starts removes them.
+    Any thread adds to them, at any place. Any thread calls `start_waiting`; of those that this
+    starts one runs at a time, which removes them.
     """
 
     def __init__(self) -> None:
+        self._starting = RLock()  # held to replace `_waiting`
         self._kept: deque[tuple[dist.Work, Tensor, float]] = deque()
         self._waiting: Future[None] = Future()
         self._waiting.set_result(None)
@@ -133,7 +140,9 @@ class DroppedWorks:
     def start_waiting(self) -> Future[None]:
         """Wait for all kept works, on a thread of its own; return the future of their end."""
         if self._kept and self._waiting.done():
-            self._waiting = start_call(self._wait)
+            with self._starting:
+                if self._kept and self._waiting.done():  # no other thread was faster
+                    self._waiting = start_call(self._wait)
         return self._waiting
 
     def _wait(self) -> None:
@@ -148,7 +157,7 @@ class DroppedWorks:
 class HostWork(dist.Work):
     """A send or a receive of Gloo, with errors that name the peer.
 
-    If it is dropped before its end, it is `kept`.
+    Any thread may ask it, and one waits, once. If nobody has when it is dropped, it is `kept`.
     """
 
     def __init__(

@@ -33,7 +33,8 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
     """A process group whose collectives run proven schedules, by the methods of `Methods`.
 
     It is also what torch gets where it asks for the backend of a device. What is defined neither
-    here nor there is Gloo's answer. Fields are set once, when it is made.
+    here nor there is Gloo's answer. Fields are set when it is made, `_plain` by the first call that
+    is observed.
     """
 
     supports_splitting = False  # Gloo does

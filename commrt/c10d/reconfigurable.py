@@ -42,7 +42,8 @@ class ReconfigurableBackend(CommrtBackend):
 
     So it makes none, as the constructor of its parent would, and `group` is a property. The thread
     that calls `reconfigure` ends the world and sets the handles; then a thread of its own sets the
-    rank, the size and the next world. Until it has, what needs a world raises.
+    rank, the size and the next world, and counts derived groups anew. Until it has, what needs a
+    world raises. All else is written on the callers' threads, one at a time.
     """
 
     supports_reconfigure = True

@@ -35,9 +35,10 @@ OTHER_CALL = "make the same collective calls in the same order on all ranks"
 
 
 class Barrier:
-    """The collectives of one member, which counts them (`Member.begin_collective`).
+    """The collectives of one member, and the votes at their ends and of exchanges.
 
-    Used on the training thread, where a method does not say otherwise.
+    Used on the training thread, where a method does not say otherwise. Written here of others: the
+    member's count of collectives, and on the store heads, arrivals, refusals and votes.
     """
 
     def __init__(self, member: Member) -> None:

@@ -99,13 +99,15 @@ class ElasticMembership(Membership):
     """The generations of one world, how a rank moves from one to the next, and collectives that
     survive lost ranks.
 
-    Methods stand below by the thread that may call them. Written here of others: the connections of
-    the world's transport, its `membership` when this one ends, and the member's generation
-    (`restart_at_step`) and connection to the store (`close`).
+    Methods stand below by the thread that may call them; those of its parent that it replaces are
+    called as there. Written here of others: the connections of the world's transport, the world's
+    `membership` when this one ends, and the member's generation (`restart_at_step`) and connection
+    to the store (`close`).
 
-    The communication thread writes `failures` and the attributes of the generation. The training
-    thread sets `failures` to 0 at the end of `together`, where all members have exchanged, and the
-    generation in `restart_at_step`, where nothing is in flight.
+    The communication thread writes the attributes of the generation, and `failures`, which
+    `BackupExchange` and `GossipExchange` set to 0 there. The training thread sets `failures` to 0
+    at the end of `together`, where all members have exchanged, and the generation in
+    `restart_at_step`, where nothing is in flight.
     """
 
     is_elastic = True

@@ -2,9 +2,11 @@
 """Which processes live, and which of them reach this one with more than small packets.
 
 The members of a generation send to each other, so each must reach all others. A rank that answers a
-roll call therefore asks every member's `Listener` for a message that no single packet holds. It
-touches sockets only; `next_generation` says who must leave where two do not reach each other.
+roll call therefore asks every member's `Listener` for a message that no single packet holds.
+`next_generation` says who must leave where two do not reach each other.
 
+It touches sockets of its own only. `Processes` calls `probe` on any thread, and makes a `LinkCheck`
+for roll calls, on the communication thread; both block that thread for as long as they are told.
 All are asked at once: a host that is out of reach takes longest, and there may be many of them.
 Sockets keep the time of the machine, whatever a test's clock says.
 """
@@ -19,14 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
-MESSAGE = bytes(1 << 15)
-"""What a `Listener` sends to each caller: larger than usual packets, to notice if those are
-dropped.
-"""
-HEALTHY_S = 0.1
-"""Healthy ranks answer much sooner."""
+from commrt.elastic.listener import MESSAGE
+
 RECEIVED_NBYTES = 1 << 16
 """At most so much is taken at once."""
+UNASKED = (OSError, UnicodeError)
+"""What beginning a connection raises: this process has no sockets left, or the host is no name."""
 
 
 def _begin_connection(address: str) -> tuple[socket.socket, int]:
@@ -44,13 +44,13 @@ def _begin_connection(address: str) -> tuple[socket.socket, int]:
 def probe(addresses: Collection[str], limit_s: float) -> dict[str, bool | None]:
     """Return, by `Listener.address`, whether a process listens there; None if its host is silent.
 
-    A host that does not answer within `limit_s` may be alive.
+    Blocks until all have answered, at most `limit_s`; a host that is silent then may be alive.
     """
     found = dict[str, bool | None].fromkeys(addresses)
     end_s = monotonic() + limit_s
     with selectors.DefaultSelector() as selector:
         for address in found:
-            with suppress(OSError, UnicodeError):  # no name, or this process has no sockets left
+            with suppress(*UNASKED):
                 connection, error = _begin_connection(address)
                 if error == 0:
                     selector.register(connection, selectors.EVENT_WRITE, address)
@@ -69,14 +69,6 @@ def probe(addresses: Collection[str], limit_s: float) -> dict[str, bool | None]:
     return found
 
 
-def send_message(client: socket.socket) -> None:
-    """Send `MESSAGE` to `client`, which is not waited for, and close the connection."""
-    with client, suppress(OSError):
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(MESSAGE))
-        client.setblocking(False)
-        client.send(MESSAGE)
-
-
 @dataclass(slots=True)
 class _Missing:
     """What is still missing of the message of `rank` on one connection."""
@@ -86,8 +78,8 @@ class _Missing:
 
 
 class LinkCheck:
-    """Asks ranks, by their `addresses`, for `MESSAGE`. The thread that makes it uses it, and closes
-    it.
+    """Asks ranks for their `Listener`'s `MESSAGE`, at their `addresses`. The thread that makes it
+    uses it, and closes it.
 
     It asks again after `again_s`, and after twice as long each time, over one connection more:
     where packets are lost or late, a message may need longer.
@@ -103,13 +95,17 @@ class LinkCheck:
     def _ask(self) -> None:
         self._asked_s = monotonic()
         for rank in self._unreached:
-            with suppress(OSError):  # no sockets left: ask again
+            with suppress(*UNASKED):  # asked again later
                 # an error comes up when it is read
                 connection, _ = _begin_connection(self._addresses[rank])
                 self._selector.register(connection, selectors.EVENT_READ, _Missing(rank))
 
     def look(self, wait_s: float = 0.0) -> set[int]:
-        """Receive for at most `wait_s` what ranks send; return those that sent no whole message."""
+        """Receive for at most `wait_s` what ranks send; return those that sent no whole message.
+
+        Returns sooner when no connection is left, also if each has refused or broken: a caller that
+        looks again pauses itself.
+        """
         if monotonic() - self._asked_s >= self._again_s:
             self._again_s *= 2
             self._ask()

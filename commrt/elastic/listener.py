@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A port on which a process listens, so that others can tell that it lives.
+"""A port on which a process listens and answers, so that others can tell that it lives.
 
 The kernel closes the port when the process ends, however it ends. A broken connection says nothing.
-A process that is only stopped still counts as alive: its kernel answers.
+A process that is only stopped still counts as alive: its kernel answers. Callers are in `links`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from commrt.threads.starting import start_thread
 
 CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
+MESSAGE = bytes(1 << 15)
+"""What `send_message` sends to each caller: larger than usual packets, to notice if those are
+dropped.
+"""
 
 
 class Listener:
@@ -58,6 +62,14 @@ class Listener:
     def leave_to_parent(self) -> None:
         """Close the socket in a forked child, which must not answer for its parent."""
         self._socket.close()
+
+
+def send_message(client: socket.socket) -> None:
+    """Send `MESSAGE` to `client`, which is not waited for, and close the connection."""
+    with client, suppress(OSError):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(MESSAGE))
+        client.setblocking(False)
+        client.send(MESSAGE)
 
 
 def _accept(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:

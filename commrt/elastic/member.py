@@ -16,7 +16,6 @@ from threading import Event
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.elastic.links import HEALTHY_S
 from commrt.elastic.next_generation import (
     PATIENCE_S,
     Attendance,
@@ -24,7 +23,7 @@ from commrt.elastic.next_generation import (
     next_generation,
     require_quorum,
 )
-from commrt.elastic.processes import Processes
+from commrt.elastic.processes import HEALTHY_S, Processes
 from commrt.elastic.records import OPEN, RUNNING, Arrival, Head
 from commrt.elastic.roster import ROLL_CALL, Roster, arrival_key, wake_key
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
@@ -57,7 +56,8 @@ class Member:
     The watcher, a thread of this object, calls `on_roll_call` with the number of the generation
     that other ranks want to form, as often as they do.
 
-    It talks to others by the store, and moves no connection: `ElasticMembership` does that.
+    It talks to others by the store, and moves no connection: `ElasticMembership` does that, which
+    also writes `generation` once, and replaces ``store.connection`` when all has ended.
     """
 
     def __init__(

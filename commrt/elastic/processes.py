@@ -11,13 +11,15 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from commrt.elastic.links import HEALTHY_S, LinkCheck, probe, send_message
-from commrt.elastic.listener import Listener
+from commrt.elastic.links import LinkCheck, probe
+from commrt.elastic.listener import Listener, send_message
 from commrt.errors import UsageError
 from commrt.store.client import TimedStore
 from commrt.store.parsing import parse, require, typed
 from commrt.threads.deadline import Timeouts
 
+HEALTHY_S = 0.1
+"""Healthy ranks answer much sooner."""
 UNKNOWN = ""
 REPLACED = "another process has its place"
 NO_ADDRESSES = (UNKNOWN, REPLACED)
@@ -28,8 +30,9 @@ ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
 class Processes:
     """The processes of all ranks: which one has a rank's place now, and whether it lives.
 
-    On any thread, but for `register` and `replace`, which are the training thread's. Two threads
-    that ask at once may forget that a host was silent, and ask it for longer.
+    On any thread, but for `register` and `replace`, which are the training thread's. `gone` and
+    `answers` block until hosts have answered, for about a probe's time at most. Two threads that
+    ask at once may forget that a host was silent, and ask it for longer.
 
     Each process writes its incarnation (how many processes had the rank's place before it) and its
     address on the store. Without a `host` that all can reach (ranks are threads of one process) no
