@@ -107,12 +107,9 @@ def test_abort_from_another_thread_ends_a_collective_on_all_ranks(pool):
     assert_error(others, "PeerLost", "Rank 0 saw TransportClosed: the process group was aborted")
 
 
-def test_destroying_a_group_finishes_what_is_under_way(pool):
+def test_destroying_a_group_finishes_what_is_under_way_and_waits_for_a_rank_until_the_timeout_only(pool):
     (ended, work), others = found_by(pool, 2, c10d_failing_ranks.destroyed, True)
     assert ended[1] == work[1] == others[1] == "no error"
-
-
-def test_destroying_a_group_waits_for_a_rank_that_never_comes_until_the_timeout_only(pool):
     (ended, work), others = found_by(pool, 2, c10d_failing_ranks.destroyed, False)
     assert ended[1] == "no error"
     assert ended[2] < SOON_S

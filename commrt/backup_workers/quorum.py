@@ -217,7 +217,8 @@ class QuorumVote:
         """Move to `generation` or a later one; return its number, or None if another attempt makes
         no sense.
         """
-        number = self._elastic.ensure_generation(generation + self._must_reform).number
+        least = generation + 1 if self._must_reform else generation
+        number = self._elastic.ensure_generation(least).number
         self._must_reform = False
         return None if self._are_too_few else number
 

@@ -50,7 +50,8 @@ class Standing:
         self._guard.drop()  # gradients of before
         self._guard.steps = snapshot.optimizer_steps
         self._riding.hear_of_stop(snapshot.stopping)
-        self.version = snapshot.version - snapshot.is_due
+        # where it is due, the optimizers' step makes that version
+        self.version = snapshot.version - 1 if snapshot.is_due else snapshot.version
         self.session = snapshot.session
         if snapshot.order is not None:
             self.order = snapshot.order

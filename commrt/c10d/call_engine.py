@@ -74,15 +74,15 @@ class CallEngine:
                     plan = self._plans.keep(self._planner.plan(call.kind), call.kind)
                 collective = call.kind.collective
                 tag = Tag(number, collective, plan.number ^ (number * SPREAD & 0xFFFFFFFF))
-                listener = self._world.comm_thread.listener
+                recorder = self._world.comm_thread.listener
                 facts: dict[str, Fact] = {"numel": plan.numel, "schedule": plan.schedule}
                 with (
                     NOTHING
-                    if listener is None
-                    else within_range(listener, collective, step=number, **facts)
+                    if recorder is None
+                    else within_range(recorder, collective, step=number, **facts)
                 ):
                     for part in plan.parts:
-                        _carry(part, call, tag, listener)
+                        _carry(part, call, tag, recorder)
                     for target, row in call.copies:
                         target.copy_(row.view(target.dtype).view(target.shape))
             if call.kind.device.type == "cuda":
