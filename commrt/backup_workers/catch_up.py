@@ -35,7 +35,8 @@ class CatchUp:
     `state`.
 
     Used on the training thread, and writes nothing of this rank but, on the store, where to ask it:
-    the caller uses what it fetches. The server's threads answer, and set ``riding.wants_stop`` where a late rank asks to stop.
+    the caller uses what it fetches. The server's threads answer, and set ``riding.wants_stop`` where
+    a late rank asks to stop.
     """
 
     def __init__(
