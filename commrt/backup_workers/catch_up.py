@@ -34,9 +34,9 @@ class CatchUp:
     """Fetch the state of other ranks for this one, and answer their questions for this rank's
     `state`.
 
-    Used on the training thread, and writes nothing of this rank but, on the store, where to ask it:
-    the caller uses what it fetches. The server's threads answer, and set ``riding.wants_stop`` where
-    a late rank asks to stop.
+    Used on the training thread. It writes on the store where to ask this rank, and nothing else of
+    it: the caller uses what it fetches. The server's threads answer, and set ``riding.wants_stop``
+    where a late rank asks to stop.
     """
 
     def __init__(
