@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``commrt draw``: pictures of schedules, of simulated or recorded steps, and of scaling.
 
-Each command refuses a file that it could not write before it works, then writes that one file.
+Each command refuses a file that it could not write before it works, reads those that its options
+name, and writes that one file.
 """
 
 from __future__ import annotations
