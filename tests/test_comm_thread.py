@@ -4,6 +4,7 @@
 import _thread
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from threading import Event, Thread, Timer
 from time import monotonic
@@ -93,8 +94,9 @@ def test_a_callback_that_fails_is_logged_and_the_others_run(caplog):
     future, heard = Future(), []
     future.add_done_callback(heard.append)
     future.add_done_callback(lambda _: 1 // 0)
+    future.add_done_callback(lambda _: heard.append("in order"))
     future.set_result(1)
-    assert heard == [future]
+    assert heard == [future, "in order"]
     assert "a callback of a future failed" in caplog.text
 
 
@@ -152,11 +154,21 @@ def test_what_follows_a_failure_says_what_that_was_and_where():
 def test_a_thread_that_was_given_up_starts_no_more_tasks_and_says_why():
     thread = CommThread(ignore)
     assert thread.give_up(KeyboardInterrupt())
-    assert not thread.give_up(OSError("later"))
     error = thread.submit(int).exception(LIMIT_S)
     assert str(error) == "this world was given up: call init() for a new one. It was KeyboardInterrupt"
     thread.close()
     assert not thread.give_up(OSError("later"))
+
+
+def test_an_error_and_a_reason_to_give_up_never_both_come_first():
+    for at in count():
+        told, given = [], []
+        thread = CommThread(told.append)
+        give_up = partial(thread.give_up, OSError())
+        if not interposed(partial(thread._fail, OSError()), at, lambda act=give_up, to=given: to.append(act())):
+            break
+        assert len(told) + sum(given) == 1
+    assert at > 10
 
 
 def test_an_error_that_cannot_be_told_to_the_other_ranks_says_so():

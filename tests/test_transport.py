@@ -99,10 +99,14 @@ def test_a_peer_that_is_lost_is_named_before_a_neighbour_that_is_late():
     assert caught.value.place.peer == 2
 
 
-def test_a_local_deadline_prints_who_waits_for_whom():
-    exchange = local(3, 0.2)[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(1))]))
+def test_a_local_deadline_prints_who_waits_for_whom_and_ends_the_transfer():
+    first, second, _ = local(3, 0.2)
+    landing = torch.zeros(1)
     with pytest.raises(DeadlineExceeded, match=r"who waits for whom: 0->1"):
-        exchange(Tag(0, 0))
+        first.bind(P2PGroup([], [P2PMessage(1, landing)]))(Tag(0, 0))
+    with pytest.raises(DeadlineExceeded):
+        second.bind(P2PGroup([P2PMessage(0, torch.ones(1))], []))(Tag(0, 0))
+    assert landing.item() == 0.0
 
 
 def gloo_rank(store, rank, members, timeout_s):

@@ -19,6 +19,7 @@ from commrt.c10d.dist_errors import as_dist_error
 from commrt.errors import CommrtError
 from commrt.runtime.untraced import untraced
 from commrt.runtime.work import Work, new_future
+from commrt.threads.comm_thread import after_all
 from commrt.threads.future import Future
 
 
@@ -69,7 +70,7 @@ class GroupWork(Work, dist.Work):
             callback: Any = self.wait
             torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
         done = new_future(self._result)
-        self._task().after_all().add_done_callback(lambda _: done.set_result(None))
+        after_all(self._task()).add_done_callback(lambda _: done.set_result(None))
         return done.then(self._value)  # what a callback raises is an error for torch's C++ code too
 
     def _value(self, _: torch.futures.Future[None]) -> list[Tensor]:

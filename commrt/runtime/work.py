@@ -17,6 +17,7 @@ import torch.futures
 from torch import Tensor
 
 from commrt.errors import DeadlineExceeded, Place, UsageError
+from commrt.threads.comm_thread import after_all
 from commrt.threads.future import Future
 
 _log = logging.getLogger("commrt")
@@ -100,7 +101,7 @@ class Work:
         callback waits for anything else longer than the timeout.
         """
         future: torch.futures.Future[list[Tensor]] = new_future(self._result)
-        self._task().after_all().add_done_callback(lambda _: self._complete(future))
+        after_all(self._task()).add_done_callback(lambda _: self._complete(future))
         self._is_observed = True
         return future
 

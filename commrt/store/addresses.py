@@ -2,7 +2,7 @@
 """Hosts and their addresses: which leads to another host, and which processes share memory.
 
 Asks the system anew at each call, on the caller's thread, and keeps nothing. Sends nothing, but for
-names that the system resolves.
+names that the system resolves. `network_address` also has `commrt.store.name_server` time one.
 """
 
 from __future__ import annotations

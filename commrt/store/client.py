@@ -2,6 +2,7 @@
 """Requests to torch's store that end in time, whoever holds it.
 
 A request runs on a thread of its own, and any thread may wait for it. Knows no keys and no values.
+The end of the process waits for requests that still run, unless `end_at_once` has said otherwise.
 
 torch's own timeouts do not help when the process that holds the store is stopped: after one has
 expired, the client asks the store to cancel the request, and waits without limit for its answer
@@ -30,11 +31,6 @@ So what waits on the store itself ends before this does.
 STORE_HOLDER = (
     "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
 )
-HELD: dict[tuple[str, int], Store] = {}
-"""By address and port, stores that live in this process until it ends: the next world uses them.
-
-Written by `commrt.store.rendezvous.meet` only.
-"""
 
 T = TypeVar("T")
 
@@ -84,7 +80,8 @@ class TimedStore:
         self.connection = connection
         """torch's store, for requests that must go on after that, or wait longer.
 
-        `ElasticMembership.close` puts another one in its place, so that this one may end.
+        Written by others: `ElasticMembership.close` puts another one in its place, so that this one
+        may end.
         """
         self._rank = rank
         self._timeout_s = timeout_s
@@ -120,9 +117,11 @@ def clone_connection(store: Store) -> Store:
 def _at_exit() -> None:
     """Wait for requests that nobody needs any more: the end of the store would wake them.
 
-    A thread that comes back from C++ while the interpreter ends aborts the process. The process
-    that holds the store need not wait: there the store ends with the process, after the
-    interpreter.
+    A thread that comes back from C++ while the interpreter ends aborts the process.
     """
-    if not HELD:
-        outwait_calls(ANSWER_S)
+    outwait_calls(ANSWER_S)
+
+
+def end_at_once() -> None:
+    """Let this process end without that wait: it holds the store, which ends after Python."""
+    atexit.unregister(_at_exit)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""commrt's own environment variables, and the only place where training looks up any variable.
+"""commrt's own environment variables; training reads those of the process through here only.
 
 Reads on the thread that asks, each time anew; writes and keeps nothing.
 """

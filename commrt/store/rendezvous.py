@@ -2,8 +2,8 @@
 """How the processes of a launch find torch's store. Rank 0 holds it, unless the launcher does.
 
 `listen` and `hold` open one for processes that get its address from their parent. For the threads
-that start a world, or processes. `meet` keeps the store that it opens as rank 0 in
-`commrt.store.client.HELD`, for good; nothing else is kept.
+that start a world, or processes. `meet` keeps the store that it opens as rank 0, for good; nothing
+else is kept.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ from torch.distributed import Store, TCPStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
 from commrt.store.addresses import number_of
-from commrt.store.client import ANSWER_S, HELD, call_store
+from commrt.store.client import ANSWER_S, call_store, end_at_once
 from commrt.store.launcher import LOOPBACK, Launch
 from commrt.store.name_server import warn_if_slow
 from commrt.threads.calls import start_call
 from commrt.threads.deadline import clock
 
+_held: dict[tuple[str, int], Store] = {}
+"""By address and port, stores that live in this process until it ends: the next world uses them."""
+
 
 def meet(launch: Launch, timeout_s: float) -> Store:
     """Return the store of `launch`, made by rank 0 if by no launcher; raises `TransportError`."""
     where = launch.address, launch.port
-    if where in HELD:
-        return HELD[where]
+    if where in _held:
+        return _held[where]
     holds_it = launch.rank == 0 and not launch.store_exists
     store = _open(launch, holds_it, timeout_s)
     if holds_it:
-        HELD[where] = store
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # see `HELD`
+        _held[where] = store
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # see `_held`
+        end_at_once()
     return store
 
 
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at = f"{launch.address}:{launch.port}"
     place = Place(rank=launch.rank, peer=0)
-    listener = _listener(launch) if holds_it else None
     warn_if_slow(launch.address)
     # With multi_tenant, groups of torch.distributed in this process can share it.
     make = partial(
@@ -53,11 +56,15 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
         multi_tenant=True,
     )
     limit = timedelta(seconds=timeout_s)
+
+    def opened() -> Store:
+        # made at the last moment, as torch takes it over
+        listener = _listener(launch) if holds_it else None
+        return make(timeout=limit, master_listen_fd=listener)
+
     begun_s = clock.now_s()
     try:
-        return call_store(
-            lambda: make(timeout=limit, master_listen_fd=listener), timeout_s, launch.rank
-        )
+        return call_store(opened, timeout_s, launch.rank)
     except (RuntimeError, PeerLost, DeadlineExceeded) as error:
         passed_s = min(clock.now_s() - begun_s, timeout_s)
         if holds_it and "EADDRINUSE" in f"{error} {error.__cause__}":

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communication thread: it runs all communication of a world, in the order of submission.
+"""The communication thread: all communication of a world, as tasks in the order of submission.
 
-It knows nothing of ranks: what a task does is its own, and a world is told by `on_failure`.
+A task may also run on the thread that asks for it, while no other is pending: see `CommThread`.
+This module knows nothing of ranks: what a task does is its own, and a world is told by
+`on_failure`. It writes its own fields, and turns the recording of gradients off while a task runs.
 """
 
 from __future__ import annotations
@@ -48,19 +50,29 @@ class RecoveredError(Exception):
 
 
 class CommThread:
-    """A thread that runs tasks in order, until one of them fails; then it refuses all later ones.
+    """Runs tasks in order, until one of them fails; then it refuses all later ones.
 
     The ranks of a world run the same tasks in the same order. After a failure this rank is out of
-    step with its peers, so the next task could only exchange wrong bytes. It is a daemon thread: it
-    does not keep the process alive. The first `submit` starts it.
+    step with its peers, so the next task could only exchange wrong bytes. The thread is a daemon:
+    it does not keep the process alive. The first `submit` starts it.
 
-    Callbacks of a task's future run between this task and the next one. What they submit runs at
-    once, so its place in the order is the same on all ranks. A callback that takes longer than
-    `limit_s`, not counting what it submits, ends the world: it may wait for a later task.
+    One task runs at a time, on a thread that has its turn; so do the callbacks of its future, which
+    come between it and the next task::
 
-    While no task is pending, `run` and `call` run one on the calling thread instead: "a thread that
-    has its turn" is this one or that, never two at once. Other methods say where they do not fit
-    any thread. A forked child has no such thread: `leave_to_parent` refuses all in it.
+                            where the task runs                    its result, or error
+        submit              on the communication thread            in the future
+        ... in a callback   at once, on the thread of that         in the future
+        run                 on the caller's, if none is pending;   in the future
+                            else as `submit`
+        call                as `run`                               returned, or raised
+
+    An error, but for a `RecoveredError`, becomes the `failure`; `on_failure` hears of it on that
+    thread. What a callback submits has the same place in the order on all ranks. A callback that
+    takes longer than `limit_s`, not counting that, ends the world: it may wait for a later task.
+
+    Beside that thread write a field, each as it says: threads that ask for a task, the thread that
+    watches callbacks (`_abandon`), who closes or gives up, and a forked child (`leave_to_parent`),
+    which has no such thread. Methods say where they do not fit any thread.
     """
 
     def __init__(
@@ -70,23 +82,31 @@ class CommThread:
         limit_s: Callable[[], float] = lambda: inf,
     ) -> None:
         self.streams = HOST
-        """The streams on which tasks queue work; a task sets them, when it has connected a GPU."""
+        """The streams on which tasks queue work.
+
+        Written by others: by the task that connects a GPU (`commrt.runtime.gpu_connection`).
+        """
         self.recorder: Recorder | None = None
-        """Receives ranges of time of the tasks, and of who waits for them; set on any thread."""
+        """Receives ranges of time of the tasks, and of who waits for them.
+
+        Written by others: by `World.recorder`, on any thread.
+        """
         self.newest: Future[Any] | None = None
-        """The newest task that another thread has submitted, which notes it; None after `call`."""
+        """The newest task but those of callbacks; None after `call`. Who asks for one writes it."""
         self.failure: BaseException | None = None
         """The first error of a task, or the reason given to `give_up`; it stays.
 
-        Written by the thread that has its turn or watches callbacks, and by any in `give_up`.
+        Written by `_note_failure`: on the thread that has its turn, or watches callbacks, and on
+        any in `give_up`.
         """
+        self._first_failure: dict[str, BaseException] = {}  # which of several that was
         self._on_failure = on_failure
         self._limit_s = limit_s
         self._name = name
         # None, but while callbacks run: then another object each time that they begin, or go on
         # after a task; written by the thread that has its turn, or had it just now
         self._in_callbacks: object | None = None
-        self._is_watched = False  # of this thread
+        self._is_watched = False  # written by the communication thread
         self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any], StreamEvent] | None] = (
             SimpleQueue()
         )
@@ -94,8 +114,8 @@ class CommThread:
         self._pending: set[Future[Any]] = set()
         # why nothing is accepted any more: written by `close`, and in a forked child
         self._refusal: str | None = None
-        # no task will begin any more: written by this thread as it ends, by `close` if there is
-        # none, or by the one that watches callbacks
+        # no task will begin any more: written by the communication thread as it ends, by `close`
+        # if there is none, or by the one that watches callbacks
         self._is_over = False
         # held by the thread that has its turn. Another lock takes its place where that thread may
         # never return (`_abandon`) or is not here (`leave_to_parent`). If it does return, it
@@ -105,7 +125,8 @@ class CommThread:
         self._runner: threading.Thread | None = None
         # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
         self._ended: Future[None] = Future()
-        self._thread: threading.Thread | None = None  # this one, which notes it as it begins
+        # the communication thread, which notes itself as it begins
+        self._thread: threading.Thread | None = None
         self._is_started = False  # True also if `close` has found no thread
         self._starting = threading.RLock()  # which a signal handler can take amid `submit`
         # held for good by the first thread that was started, or by `close` before it
@@ -207,14 +228,17 @@ class CommThread:
         return threading.current_thread() is self._thread
 
     def require_open(self) -> None:
-        """Raise `TransportClosed` if closed or forked, `UsageError` in a handler amid `run`."""
+        """Raise `UsageError` in a task that runs on this caller, `TransportClosed` if none may."""
         if self._runner is threading.current_thread():
             raise UsageError(IN_A_CALL)
         if self._refusal is not None:
             raise TransportClosed(self._refusal)
 
     def require_other_thread(self) -> None:
-        """Raise `UsageError` on this thread, and in a signal handler in `run`: neither can wait."""
+        """Raise `UsageError` on the communication thread, and in a task that runs on this caller.
+
+        Neither can wait: a signal handler may have interrupted the task, or the task itself asks.
+        """
         if self.is_current:
             raise UsageError(ON_COMM_THREAD)
         if self._runner is threading.current_thread():
@@ -287,9 +311,16 @@ class CommThread:
         finally:
             torch._C._set_grad_enabled(records)  # noqa: SLF001
 
+    def _note_failure(self, failure: BaseException) -> bool:
+        """Set `failure`, unless there is one; return True for the first, on whichever thread."""
+        if self.failure is not None:
+            return False
+        # one operation, amid which no other thread and no signal handler comes
+        self.failure = self._first_failure.setdefault("", failure)
+        return self.failure is failure
+
     def _fail(self, failure: BaseException) -> None:
-        if self.failure is None:
-            self.failure = failure
+        if self._note_failure(failure):
             try:
                 self._on_failure(failure)
             except BaseException as error:  # or no future would be set any more
@@ -323,14 +354,12 @@ class CommThread:
         self._end()
 
     def give_up(self, reason: BaseException) -> bool:
-        """Start no more tasks because of `reason`.
+        """Start no more tasks because of `reason`; on any thread, and in a signal handler.
 
-        Return False if a task failed before, or the thread has ended.
+        Return False if a task failed before, or the thread has ended. `on_failure` does not hear of
+        it: whoever gives up tells the other ranks.
         """
-        if self.failure is not None or self._is_over:
-            return False
-        self.failure = reason
-        return True
+        return not self._is_over and self._note_failure(reason)
 
     def close(self, limit_s: float | None = None) -> None:
         """Finish all tasks, within `limit_s` or raise `TimeoutError`, and accept no more.
@@ -363,3 +392,18 @@ class CommThread:
                 future.set_exception(TransportClosed(INHERITED))
         if not self._ended.done():
             self._ended.set_result(None)
+
+
+def after_all(future: Future[Any]) -> Future[Any]:
+    """Return one that is done when `future` is, and all tasks that its thread has taken until now.
+
+    Its callbacks have the same place in the order of tasks on all ranks: those of a rank whose task
+    is done already run after the tasks that this rank has submitted since, so the others must not
+    run earlier. May submit a task that does nothing.
+    """
+    thread = future.setter
+    if not isinstance(thread, CommThread) or thread.newest is future:
+        return future
+    with suppress(TransportClosed):
+        return thread.run(lambda: None)
+    return future

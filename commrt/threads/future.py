@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Futures that Ctrl-C cannot break.
+"""Futures that Ctrl-C cannot break; on a GPU they may be set while work is still queued.
+
+One thread sets a future, and any may wait for it. Of the communication thread it is asked who
+calls, and to watch callbacks.
 
 ``concurrent.futures.Future`` guards its state with a lock that Python code takes. A
 KeyboardInterrupt may arrive after the lock is taken and before Python notes it. Then nobody
@@ -14,9 +17,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
-from commrt.errors import TransportClosed, UsageError
+from commrt.errors import UsageError
 from commrt.threads.deadline import clock
 from commrt.threads.refusals import ON_COMM_THREAD
 from commrt.threads.streams import DONE, HOST, StreamEvent, Streams
@@ -32,12 +35,8 @@ T = TypeVar("T")
 class _Setter(Protocol):
     """The communication thread, as a future of one of its tasks knows it."""
 
-    newest: Future[Any] | None
-
     @property
     def is_current(self) -> bool: ...
-
-    def run(self, task: Callable[[], None]) -> Future[None]: ...
 
     def watch(self) -> None: ...
 
@@ -48,18 +47,18 @@ class Future(Generic[T]):
     On a GPU it may be set while work is still queued. `result` then lets the current stream of its
     caller wait for that work; the calling thread does not wait.
 
-    `setter` is the communication thread, if it sets the result: it is asked who calls, and to watch
-    callbacks. All methods but those that set are for any thread.
+    All methods but those that set are for any thread.
     """
 
     def __init__(self, setter: _Setter | None = None) -> None:
+        self.setter = setter
+        """The communication thread, if it sets the result. Never changes."""
         # written by the thread that sets the result, `_is_done` last, and read when that is True
         self._value: T | None = None
         self._error: BaseException | None = None
         self._streams = HOST
         self._end = DONE
         self._is_done = False
-        self._setter = setter
         # any thread adds to them, and the one that sets or finds the result takes them out
         self._callbacks: list[Callable[[Future[T]], None]] = []
         self._lock = threading.Lock()  # acquired and released in C; held until the result is set
@@ -89,14 +88,14 @@ class Future(Generic[T]):
         self._is_done = True
         self._lock.release()
         if self._callbacks:
-            if self._setter is not None:
-                self._setter.watch()
+            if self.setter is not None:
+                self.setter.watch()
             self._run_callbacks()
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Call ``callback(self)`` once: on the thread that sets the result, or now if it is set.
 
-        Log its errors.
+        In the order in which they were added. Log its errors.
         """
         self._callbacks.append(callback)
         if self._is_done:
@@ -106,7 +105,7 @@ class Future(Generic[T]):
         while self._callbacks:
             # two threads may get here: one pops the last callback, the other finds none
             with suppress(IndexError):
-                callback = self._callbacks.pop()
+                callback = self._callbacks.pop(0)
                 try:
                     callback(self)
                 except Exception:
@@ -115,19 +114,6 @@ class Future(Generic[T]):
     def drop_callbacks(self) -> None:
         """Forget all callbacks: a forked child must not run those of its parent."""
         self._callbacks.clear()
-
-    def after_all(self) -> Future[Any]:
-        """Return a future that is done when this one is, and all tasks submitted until now.
-
-        Its callbacks have the same place in the order of tasks on all ranks: those of a rank whose
-        task is done already run after the tasks that this rank has submitted since, so the others
-        must not run earlier.
-        """
-        if self._setter is None or self._setter.newest is self:
-            return self
-        with suppress(TransportClosed):
-            return self._setter.run(lambda: None)
-        return self
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait; return or raise the result; `TimeoutError`, `UsageError` on the setter's thread."""
@@ -146,7 +132,7 @@ class Future(Generic[T]):
         return self._error
 
     def _wait(self, timeout_s: float | None) -> None:
-        if self._setter is not None and self._setter.is_current:
+        if self.setter is not None and self.setter.is_current:
             raise UsageError(ON_COMM_THREAD)
         end_s = inf if timeout_s is None else clock.now_s() + timeout_s
         while not self._lock.acquire(

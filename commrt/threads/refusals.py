@@ -9,9 +9,10 @@ from commrt.errors import Evicted, TransportClosed, TransportError
 
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
 IN_A_CALL = (
-    "a signal handler interrupted a collective call of its own thread, and can neither communicate"
-    " nor close anything before that call ends: set a flag in the handler and act on it in your"
-    " loop, or raise an exception to end the call"
+    "a collective call of this thread has not ended, and what runs within it, such as a signal"
+    " handler or a quantizer's rule, can neither communicate nor close anything: set a flag in the"
+    " handler and act on it in your loop, or raise an exception to end the call; let a rule only"
+    " compute"
 )
 INHERITED = (
     "this world belongs to the process that opened it, and a forked child cannot use it:"

@@ -3,6 +3,9 @@
 
 On a GPU a call returns once its work is queued on the calling thread's current stream. On a CPU
 work is done when its call returns, so streams and events do nothing there.
+
+Sets the calling thread's current device and stream. A capture stops Python's garbage collector, for
+all threads, as long as it takes.
 """
 
 from __future__ import annotations

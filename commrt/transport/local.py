@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,13 +35,16 @@ from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
 class _Post:
     """One end of a transfer that waits for its other end.
 
-    The thread of the rank that comes last writes `done` and `mismatch` of both ends.
+    The thread of the rank that comes last writes `done` and `mismatch` of both ends; its own rank's
+    writes `is_given_up`.
     """
 
     peer: int
     data: Tensor
     call: int
     done: bool = False
+    is_given_up: bool = False
+    """Its rank waits no more: nothing is copied from it, or to it."""
     mismatch: type[TransportError] | None = None
 
 
@@ -54,9 +58,9 @@ class Fabric:
         self._sends, self._recvs = (
             defaultdict[tuple[int, int], deque[_Post]](deque) for _ in range(2)
         )
-        """What waits from one rank to another, oldest first."""
+        """What waits from one rank to another, oldest first; what is given up stays, for errors."""
         self.gone: set[int] = set()
-        """Ranks that have left; `leave` adds them, on any thread."""
+        """Ranks that have left; `leave` adds them, on any thread, and their transports look."""
 
     def transport(self, rank: int) -> LocalTransport:
         """Return the transport of `rank`, for one thread at a time."""
@@ -69,34 +73,23 @@ class Fabric:
             self._changed.notify_all()
 
     def run(self, rank: int, group: P2PGroup, tag: Tag, timeout_s: float) -> None:
-        """Post all messages of `group` for `rank`, then wait until all are transferred."""
-        deadline = clock.now_s() + timeout_s
+        """Post all messages of `group` for `rank`, then wait until all are transferred.
+
+        What is not when this raises never will be.
+        """
+        end_s = clock.now_s() + timeout_s
 
         def place(post: _Post) -> Place:
             return tag.place(rank, group.hop, post.peer, post.data.nbytes)
 
         with self._changed:
             posts = self._post(rank, group, tag.call)
-            waiting = posts
-            while True:
-                waiting = [post for post in waiting if not post.done]
-                if not waiting:
-                    break
-                if clock.now_s() >= deadline:
-                    ranks = sorted({post.peer for post in waiting})
-                    raise DeadlineExceeded(
-                        f"no transfer with ranks {ranks} within {timeout_s:g} s; who waits for"
-                        f" whom: {self._waits()}",
-                        place(waiting[0]),
-                    )
-                if rank in self.gone:
-                    raise TransportClosed("this rank closed its transport", place(waiting[0]))
-                for post in waiting:
-                    if post.peer in self.gone:
-                        raise PeerLost(
-                            "the peer left before this transfer: look at its own error", place(post)
-                        )
-                self._changed.wait(min(deadline - clock.now_s(), clock.slice_s))
+            try:
+                self._wait(rank, posts, end_s, timeout_s, place)
+            except BaseException:
+                for post in posts:
+                    post.is_given_up = True
+                raise
             for post in posts:
                 if post.mismatch:
                     what = (
@@ -104,6 +97,36 @@ class Fabric:
                         f" {OTHER_PROGRAMS}"
                     )
                     raise post.mismatch(what, place(post))
+
+    def _wait(
+        self,
+        rank: int,
+        posts: Sequence[_Post],
+        end_s: float,
+        timeout_s: float,
+        place: Callable[[_Post], Place],
+    ) -> None:
+        """Wait until all `posts` of `rank` are done, by whichever rank came last."""
+        waiting = posts
+        while True:
+            waiting = [post for post in waiting if not post.done]
+            if not waiting:
+                return
+            if clock.now_s() >= end_s:
+                ranks = sorted({post.peer for post in waiting})
+                raise DeadlineExceeded(
+                    f"no transfer with ranks {ranks} within {timeout_s:g} s; who waits for"
+                    f" whom: {self._waits()}",
+                    place(waiting[0]),
+                )
+            if rank in self.gone:
+                raise TransportClosed("this rank closed its transport", place(waiting[0]))
+            for post in waiting:
+                if post.peer in self.gone:
+                    raise PeerLost(
+                        "the peer left before this transfer: look at its own error", place(post)
+                    )
+            self._changed.wait(min(end_s - clock.now_s(), clock.slice_s))
 
     def _post(self, rank: int, group: P2PGroup, call: int) -> list[_Post]:
         posts = []
@@ -123,6 +146,12 @@ class Fabric:
         sends = self._sends[src, dst]
         recvs = self._recvs[src, dst]
         while sends and recvs:
+            if sends[0].is_given_up:
+                sends.popleft()
+                continue
+            if recvs[0].is_given_up:
+                recvs.popleft()
+                continue
             send = sends.popleft()
             recv = recvs.popleft()
             if send.call != recv.call:

@@ -4,7 +4,7 @@
 Running a bound group issues NCCL's on the calling thread's current stream, and returns when they
 are queued; later work on that stream sees what arrived. Bytes travel as NCCL_INT8, so every dtype
 works. It is one NCCL group if no rank has many messages, and several otherwise
-(`program.nccl_groups`): NCCL cuts a large group into kernels, at another place on each rank, and
+(`commrt.nccl_groups`): NCCL cuts a large group into kernels, at another place on each rank, and
 kernels may then wait for each other for ever. No group of ours is cut (decision 0034).
 
 `commrt.transport.group_watch` has the deadlines and the ends. Only the thread that exchanges calls
