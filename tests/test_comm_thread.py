@@ -100,14 +100,10 @@ def test_a_callback_that_fails_is_logged_and_the_others_run(caplog):
     assert "a callback of a future failed" in caplog.text
 
 
-def ignore(failure):
-    pass
-
-
 def test_a_task_is_answered_or_refused_wherever_in_its_submission_the_thread_closes():
     refused = 0
     for at in count():
-        thread, futures = CommThread(ignore), []
+        thread, futures = CommThread(print), []
 
         def submit(thread=thread, futures=futures):
             futures.append(thread.submit(lambda: "done"))
@@ -152,7 +148,7 @@ def test_what_follows_a_failure_says_what_that_was_and_where():
 
 
 def test_a_thread_that_was_given_up_starts_no_more_tasks_and_says_why():
-    thread = CommThread(ignore)
+    thread = CommThread(print)
     assert thread.give_up(KeyboardInterrupt())
     error = thread.submit(int).exception(LIMIT_S)
     assert str(error) == "this world was given up: call init() for a new one. It was KeyboardInterrupt"
@@ -186,7 +182,7 @@ def test_an_error_that_cannot_be_told_to_the_other_ranks_says_so():
 
 @pytest.mark.parametrize("start", [CommThread.submit, lambda *given: Thread(target=CommThread.run, args=given).start()])
 def test_a_close_with_a_limit_does_not_wait_for_a_task_that_is_stuck(start):
-    thread, begun, go_on = CommThread(ignore), Event(), Event()
+    thread, begun, go_on = CommThread(print), Event(), Event()
     start(thread, lambda: begun.set() or go_on.wait())
     begun.wait()
     with pytest.raises(TimeoutError):

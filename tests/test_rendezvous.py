@@ -135,12 +135,8 @@ def test_worlds_and_torch_s_groups_meet_at_the_same_port_in_any_order(tmp_path, 
 
 
 AT = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4321"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
+PLACE = {"RANK": "3", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in PLACE.items()}
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77", "SLURM_NODEID": "0"}
 """What a batch script finds, on the first node of its job."""
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
@@ -149,8 +145,6 @@ PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_JOBID": "77.0", "PMI_FD": "9"}
 """What srun --mpi=pmi2 adds."""
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 """What the mpiexec of MPICH and of Intel MPI sets."""
-
-
 PALS = {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
@@ -182,7 +176,6 @@ def test_each_launcher_is_recognised_and_says_everything(env, launch):
 @pytest.mark.parametrize("slurm", [BATCH, SLURM], ids=["that forks", "that starts its helpers with srun"])
 def test_mpirun_inside_a_slurm_job_is_mpirun_and_its_first_node_holds_the_store(mpirun, name, slurm):
     launch = launched(slurm | {"SLURM_JOB_NODELIST": "gpu[4-5]"} | mpirun)
-    assert launch is not None
     assert (launch.launcher, launch.rank, launch.local_rank, launch.address) == (name, 3, 1, "gpu4")
 
 
@@ -202,24 +195,19 @@ def test_a_script_or_a_shell_in_a_slurm_job_is_no_launch(env):
     assert launched(env | {"SLURM_JOB_NODELIST": "gpu[4-5]"}) is None
 
 
-def test_all_ranks_of_a_job_derive_the_same_port_and_other_jobs_another():
+def test_all_ranks_of_a_job_derive_the_same_port_and_other_jobs_another_unless_one_is_given():
     nodes = {"SLURM_JOB_NODELIST": "a"}
     ports = [launched(SLURM | nodes | {"SLURM_PROCID": str(rank)}).port for rank in range(8)]
     assert len(set(ports)) == 1
     assert launched(SLURM | nodes | {"SLURM_JOB_ID": "78"}).port != ports[0]
     assert launched(SLURM | nodes | {"SLURM_STEP_ID": "1"}).port != ports[0]
-
-
-def test_a_port_that_is_given_is_all_that_ranks_need_to_share():
     assert launched(SLURM | AT).job == ""
     assert launched(SLURM | {"MASTER_ADDR": "10.1.2.3"}).job == "77.0"
 
 
 def test_ranks_on_one_machine_need_no_address():
     for env in (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"}):
-        launch = launched(env | {"SLURM_JOB_NODELIST": "gpu4"})
-        assert launch is not None
-        assert launch.address == "127.0.0.1"
+        assert launched(env | {"SLURM_JOB_NODELIST": "gpu4"}).address == "127.0.0.1"
 
 
 @for_each(

@@ -100,8 +100,7 @@ def test_a_peer_that_is_lost_is_named_before_a_neighbour_that_is_late():
 
 
 def test_a_local_deadline_prints_who_waits_for_whom_and_ends_the_transfer():
-    first, second, _ = local(3, 0.2)
-    landing = torch.zeros(1)
+    (first, second, _), landing = local(3, 0.2), torch.zeros(1)
     with pytest.raises(DeadlineExceeded, match=r"who waits for whom: 0->1"):
         first.bind(P2PGroup([], [P2PMessage(1, landing)]))(Tag(0, 0))
     with pytest.raises(DeadlineExceeded):
