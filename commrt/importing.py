@@ -2,7 +2,7 @@
 """Names of a package that are imported when they are first used: ``import commrt`` needs no torch.
 
 The package's ``__init__.pyi`` is the one list of them, for type checkers and at run time: each line
-imports names from the modules that define them, and nothing reads it before a name is used.
+imports names from the modules that define them. It is read once, when a name is first used.
 """
 
 from __future__ import annotations

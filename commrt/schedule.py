@@ -58,7 +58,7 @@ MIX = Combine.MIX
 class Step:
     """Transfers that happen at the same time, one per row of the columns [T].
 
-    Raises `UsageError` for other columns.
+    Columns of int64 are kept, not copied: write to none. Raises `UsageError` for bad columns.
     """
 
     src: IntArray

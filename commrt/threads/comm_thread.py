@@ -56,23 +56,34 @@ class CommThread:
     step with its peers, so the next task could only exchange wrong bytes. The thread is a daemon:
     it does not keep the process alive. The first `submit` starts it.
 
-    One task runs at a time, on a thread that has its turn; so do the callbacks of its future, which
-    come between it and the next task::
+    One task runs at a time, on the thread that has its turn; so do the callbacks of its future that
+    are there when it ends, before the next task::
 
-                            where the task runs                    its result, or error
-        submit              on the communication thread            in the future
-        ... in a callback   at once, on the thread of that         in the future
-        run                 on the caller's, if none is pending;   in the future
-                            else as `submit`
-        call                as `run`                               returned, or raised
+                          where the task runs                        its result, or error
+        submit            on the communication thread                in the future
+        ... in callbacks  there too, before it returns               in the future
+        run               on the caller's thread, if no other is     in the future
+                          pending; else as `submit`
+        call              as `run`                                   returned, or raised
 
     An error, but for a `RecoveredError`, becomes the `failure`; `on_failure` hears of it on that
-    thread. What a callback submits has the same place in the order on all ranks. A callback that
+    thread. What callbacks submit has the same place in the order on all ranks. A callback that
     takes longer than `limit_s`, not counting that, ends the world: it may wait for a later task.
 
-    Beside that thread write a field, each as it says: threads that ask for a task, the thread that
-    watches callbacks (`_abandon`), who closes or gives up, and a forked child (`leave_to_parent`),
-    which has no such thread. Methods say where they do not fit any thread.
+    Any thread may call what does not say otherwise. Who writes what::
+
+        streams                 others: a task that connects a GPU (`commrt.runtime.gpu_connection`)
+        recorder                others: `World.recorder`, on any thread
+        newest                  threads that ask for a task
+        _is_started             they too, and `close` if there is no thread
+        failure                 the first to fail, watch in vain or give up, by `_note_failure`
+        _pending                threads that submit add; who ends a task takes it out
+        _runner, _in_callbacks  the thread that has its turn, or had it just now
+        _turn                   the thread that watches callbacks (`_abandon`), and a forked child
+        _is_over                the communication thread as it ends, `close` if there is none, and
+                                the thread that watches callbacks
+        _thread, _is_watched    the communication thread
+        _refusal                `close`, and a forked child, which has no such thread
     """
 
     def __init__(
@@ -82,51 +93,36 @@ class CommThread:
         limit_s: Callable[[], float] = lambda: inf,
     ) -> None:
         self.streams = HOST
-        """The streams on which tasks queue work.
-
-        Written by others: by the task that connects a GPU (`commrt.runtime.gpu_connection`).
-        """
+        """The streams on which tasks queue work."""
         self.recorder: Recorder | None = None
-        """Receives ranges of time of the tasks, and of who waits for them.
-
-        Written by others: by `World.recorder`, on any thread.
-        """
+        """Receives ranges of time of the tasks, and of who waits for them."""
         self.newest: Future[Any] | None = None
-        """The newest task but those of callbacks; None after `call`. Who asks for one writes it."""
+        """The newest task but those of callbacks; None after `call`."""
         self.failure: BaseException | None = None
-        """The first error of a task, or the reason given to `give_up`; it stays.
-
-        Written by `_note_failure`: on the thread that has its turn, or watches callbacks, and on
-        any in `give_up`.
-        """
-        self._first_failure: dict[str, BaseException] = {}  # which of several that was
+        """The first error of a task, or the reason given to `give_up`; it stays."""
+        self._first_failure: dict[str, BaseException] = {}  # the same: see `_note_failure`
         self._on_failure = on_failure
         self._limit_s = limit_s
         self._name = name
         # None, but while callbacks run: then another object each time that they begin, or go on
-        # after a task; written by the thread that has its turn, or had it just now
+        # after a task
         self._in_callbacks: object | None = None
-        self._is_watched = False  # written by the communication thread
+        self._is_watched = False
         self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any], StreamEvent] | None] = (
             SimpleQueue()
         )
-        # tasks that have not ended; threads that submit add to it, and who ends a task takes it out
-        self._pending: set[Future[Any]] = set()
-        # why nothing is accepted any more: written by `close`, and in a forked child
-        self._refusal: str | None = None
-        # no task will begin any more: written by the communication thread as it ends, by `close`
-        # if there is none, or by the one that watches callbacks
-        self._is_over = False
+        self._pending: set[Future[Any]] = set()  # submitted tasks that have not ended
+        self._refusal: str | None = None  # why nothing is accepted any more
+        self._is_over = False  # no task will begin any more
         # held by the thread that has its turn. Another lock takes its place where that thread may
         # never return (`_abandon`) or is not here (`leave_to_parent`). If it does return, it
         # releases the old one, and no later task begins: `failure` or `_refusal` forbids that.
         self._turn = threading.Lock()
-        # the thread in `run` or `call`, which alone writes it, while it has its turn
+        # the thread in `run` or `call`, while it has its turn
         self._runner: threading.Thread | None = None
         # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
         self._ended: Future[None] = Future()
-        # the communication thread, which notes itself as it begins
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the communication thread
         self._is_started = False  # True also if `close` has found no thread
         self._starting = threading.RLock()  # which a signal handler can take amid `submit`
         # held for good by the first thread that was started, or by `close` before it

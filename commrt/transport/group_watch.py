@@ -3,8 +3,8 @@
 
 NCCL has no deadlines, and no rank learns from it that another has given up (NVIDIA/nccl#279). A
 watchdog thread enforces the deadlines, reads from the store which ranks have left, and aborts the
-communicator to end what waits in it. All else is called by the thread that exchanges; `fail` and
-`abort` by any. `commrt.transport.peers` writes here too: it adds to `counts`.
+communicator to end what waits in it; it alone asks for a `lost_peer`. All else is called by the
+thread that exchanges; `fail` and `abort` by any. `commrt.transport.peers` adds to `counts`.
 
 A transport and its communicator (`commrt.transport.nccl_communicator`) fail and end so::
 
@@ -116,12 +116,12 @@ class GroupWatch:
         self.counts = dict.fromkeys(members, 0)
         """How often this rank began to exchange with each peer.
 
-        Written by the thread that exchanges: by `queue`, and by `PeersTransport` for its windows.
+        Written by the thread that exchanges, also by others: `PeersTransport`, for its windows.
         """
         self.failure: TransportError | None = None
         """Set once, by `fail` on any thread."""
         self.is_closed = False
-        """Set once, by `abort` on any thread, or by `close`."""
+        """Set once, by `abort` on any thread, by `close`, or in a forked child."""
         self.is_capturing = False
         """True during `capture`, in which the same thread binds and runs."""
         self._waits: DeviceWaits | None = None

@@ -67,7 +67,7 @@ class _Segment:
 
 
 class MappedMemory:
-    """The members of one rank's host that read each other's memory. Collective, on its own store.
+    """What one rank and its `local_peers` map of each other. All members make it, on its own store.
 
     `local_peers` is empty on all members of a host if one of them cannot map another's memory; then
     `refusal` says why, and this is closed. What is public never changes.

@@ -7,6 +7,8 @@ word in their memory, and waits for their signals, on the device. The counters l
 too, so a graph repeats what calls do. A wait has a deadline. One that fails takes back what the
 rank signalled, so that no peer reads what later kernels overwrite; after it, no kernel signals any
 more. Windows and NCCL's groups fail and end together, in one `GroupWatch`.
+
+Called by the thread that exchanges, but for what a transport lets any thread do.
 """
 
 from __future__ import annotations
