@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing in plain torch, on any device: tensors into a wire and out of it, its header and flags.
 
-The thread that averages calls it. Views of gradients (`buckets/view_bucket`) call the parts of
-`pack` themselves: `pack_one` on the thread that trains, as a large gradient becomes ready, and on
-the other for those that are left; then `seal` there, after `move_at_once` where all are small.
+One thread at a time: the one that averages; for messages of gossip, the one that trains. Views of
+gradients (`buckets/view_bucket`) call the parts of `pack` themselves: `pack_one` on the thread that
+trains, as a large gradient becomes ready, and on the one that averages for those that are left;
+there also `seal`, after `move_at_once` where all are small.
 """
 
 from __future__ import annotations
