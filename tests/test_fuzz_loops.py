@@ -5,7 +5,9 @@ One process in float64 says what is right. After each call all ranks have its we
 each other, or all were refused alike.
 """
 
+import re
 from copy import deepcopy
+from functools import partial
 
 import torch
 from crew import Crew, Rank, Saved, loss_of, made
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import commrt
-from commrt.errors import UsageError
+from commrt.errors import CommrtError, UsageError
 from commrt.local_sgd import LocalSGD
 from commrt.training.step_clock import StepClock
 
@@ -49,6 +51,11 @@ def trained(rank, until, passes_of, more_work):
         replica.drain()
     replica.consolidate()  # where late ranks catch up
     return used
+
+
+def names(error, rank):
+    """The message of an error names the rank, alone or among others."""
+    return re.search(rf"(?:rank|ranks|peer) \[?(?:\d+, )*{rank}\b", str(error), re.IGNORECASE)
 
 
 def is_zero(params):
@@ -193,9 +200,30 @@ class Synchronous(Loops):
 
     @initialize(ranks=st.integers(1, 4), optimizers=st.integers(1, 2), way=st.sampled_from(WAYS), watch=st.booleans())
     def begin(self, ranks, optimizers, way, watch):
+        self.begin_again = partial(self.begin_with, ranks, optimizers, way, watch)
+        self.begin_again()
+
+    def begin_with(self, ranks, optimizers, way, watch):
         self.truth = Truth(ranks, optimizers)
         self.hire(ranks, optimizers)
         self.attach(way, watch)
+
+    @precondition(lambda self: self.size > 1)
+    @rule(lost=st.integers(0, 3), passes=st.integers(0, 2))
+    def lose_a_rank(self, lost, passes):
+        """One leaves in the middle of its loop; the others learn who. Then all begin again."""
+        lost %= self.size
+
+        def body(rank):
+            if rank.world.rank == lost:
+                rank.world.close()
+            else:
+                rank.backward([(self.number, [0])] * passes)
+
+        for rank, error in enumerate(self.crew.ends(body)):
+            assert rank == lost or (isinstance(error, CommrtError) and names(error, lost)), (rank, error)
+        self.crew.close()
+        self.begin_again()
 
     def attach(self, way, watch):
         self.crew.do(lambda rank: rank.attach(watch=watch, **way))
