@@ -49,7 +49,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "backup1": lambda: commrt.BackupWorkers(backups=1),
     "backup2": lambda: commrt.BackupWorkers(backups=2),
     "gossip": commrt.Gossip,
-    "local": lambda: commrt.local_sgd.LocalSGD(period=4, delay=1),
+    "local": lambda: commrt.LocalSGD(period=4, delay=1),
 }
 
 

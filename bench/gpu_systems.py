@@ -34,14 +34,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "views that stay": {"algorithm": commrt.Torus2D(), "gradients": "views"},
     "views of a direct exchange": {"algorithm": commrt.Direct(), "gradients": "views"},
     "bf16 wire": {"algorithm": commrt.Torus2D(), "wire": torch.bfloat16},
-    "8-bit wire": {"algorithm": commrt.Direct(), "wire": commrt.quantization.Int8()},
-    "4-bit wire": {"algorithm": commrt.Direct(), "wire": commrt.quantization.Int4()},
-    "fp8 wire": {"algorithm": commrt.Direct(), "wire": commrt.quantization.Float8()},
+    "8-bit wire": {"algorithm": commrt.Direct(), "wire": commrt.Int8()},
+    "4-bit wire": {"algorithm": commrt.Direct(), "wire": commrt.Int4()},
+    "fp8 wire": {"algorithm": commrt.Direct(), "wire": commrt.Float8()},
     "fp64": {"algorithm": commrt.Torus2D()},
     "fp64, views": {"algorithm": commrt.Torus2D(), "gradients": "views"},
     "fp64, gossip": {"algorithm": commrt.Gossip()},
     "gossip": {"algorithm": commrt.Gossip()},
-    "local SGD": {"algorithm": commrt.local_sgd.LocalSGD(PERIOD, delay=1)},
+    "local SGD": {"algorithm": commrt.LocalSGD(PERIOD, delay=1)},
     "backup workers": {"algorithm": commrt.BackupWorkers(1)},
 }
 STAYS = "views that stay"

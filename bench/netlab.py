@@ -42,7 +42,7 @@ from commrt.schedule import ADD, COPY, Schedule
 from commrt.transport.protocol import Tag
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-QUANTIZERS = (commrt.quantization.Int8(), commrt.quantization.Int4(), commrt.quantization.Int2())
+QUANTIZERS = (commrt.Int8(), commrt.Int4(), commrt.Int2())
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, QUANTIZERS[0]: 1e-2, QUANTIZERS[1]: 0.1, QUANTIZERS[2]: 0.5}
 GLOO = "Gloo all_reduce"
 GOSSIPED = 3

@@ -34,7 +34,7 @@ __all__ = ["HOST", "PEERS", "Job", "in_turns", "work"]
 
 HOST = "127.0.0.1"
 FP32, BF16 = torch.float32, torch.bfloat16
-QUANTIZERS = {"direct int8": commrt.quantization.Int8(), "direct int4": commrt.quantization.Int4(feedback=False)}
+QUANTIZERS = {"direct int8": commrt.Int8(), "direct int4": commrt.Int4(feedback=False)}
 TOLERANCE = {FP32: 1e-6, BF16: 1e-2, QUANTIZERS["direct int8"]: 1e-2, QUANTIZERS["direct int4"]: 0.2}
 """Largest relative L2 error against the average in fp64."""
 

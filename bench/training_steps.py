@@ -82,7 +82,7 @@ WAYS = {
     "torus2d, bf16 wire, by graphs": Way(TORUS, BF16),
     "torus2d, watched, by calls": Way(TORUS, {"watch": True, "graphs": False}),
     "gossip": Way(commrt.Gossip()),
-    f"local SGD, {PERIOD} steps, delay 2": Way(commrt.local_sgd.LocalSGD(PERIOD, delay=2)),
+    f"local SGD, {PERIOD} steps, delay 2": Way(commrt.LocalSGD(PERIOD, delay=2)),
     **_ways("direct", DIRECT, NCCL),
     **_ways("torus2d", TORUS, NCCL),
 }

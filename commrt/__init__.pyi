@@ -24,7 +24,12 @@ from commrt.errors import PeerLost as PeerLost
 from commrt.errors import ScheduleError as ScheduleError
 from commrt.errors import TransportError as TransportError
 from commrt.errors import UsageError as UsageError
+from commrt.local_sgd.policy import LocalSGD as LocalSGD
 from commrt.proof.replay import prove as prove
+from commrt.quantizer import Float8 as Float8
+from commrt.quantizer import Int2 as Int2
+from commrt.quantizer import Int4 as Int4
+from commrt.quantizer import Int8 as Int8
 from commrt.runtime.init import current as current
 from commrt.runtime.init import init as init
 from commrt.runtime.work import Work as Work

@@ -29,7 +29,7 @@ REFUSED = {
     **{("all-reduce", kind): NO_ALL_REDUCE for kind in ("gossip", "backup workers", "local SGD")},
     ("all-reduce", "adaptive wire"): (
         "wire={wire} follows the gradients of attach(): here use a quantizer with fixed bits, such"
-        " as commrt.quantization.Int8()"
+        " as commrt.Int8()"
     ),
     ("no optimizer", "backup workers"): (
         "BackupWorkers needs the optimizers that step the model: attach(model, optimizer, ...)"

@@ -49,7 +49,7 @@ def attach_each_way_to_train() -> None:
     ways = (
         commrt.Torus2D(),
         commrt.Gossip(),
-        commrt.local_sgd.LocalSGD(period=1),
+        commrt.LocalSGD(period=1),
         commrt.BackupWorkers(backups=0),
     )
     with commrt.init(timeout_s=60) as world:

@@ -112,7 +112,7 @@ def parsed() -> argparse.Namespace:
 def chosen(options: argparse.Namespace) -> commrt.Algorithm:
     """Return the algorithm to train with."""
     if options.algorithm == "local":
-        return commrt.local_sgd.LocalSGD(options.period, options.delay)
+        return commrt.LocalSGD(options.period, options.delay)
     return by_name(options.algorithm)
 
 

@@ -123,9 +123,9 @@ def test_buffers_that_change_during_the_backward_pass_keep_their_changes(ranks):
 WAYS = [
     commrt.Gossip(),
     commrt.Gossip(staleness=1),
-    commrt.local_sgd.LocalSGD(period=2),
-    commrt.local_sgd.LocalSGD(period=2, delay=1),
-    commrt.local_sgd.LocalSGD(period=2, inner=commrt.Gossip()),
+    commrt.LocalSGD(period=2),
+    commrt.LocalSGD(period=2, delay=1),
+    commrt.LocalSGD(period=2, inner=commrt.Gossip()),
 ]
 
 

@@ -212,7 +212,7 @@ def test_a_plan_for_a_wire_of_codes_says_to_compare(wire):
 
 def test_a_plan_of_a_buffer_takes_codes_too():
     record = told("plan exchange --ranks 8 --cluster ethernet-10g --nbytes 102.2e6 --wire int8")
-    call = "commrt.attach(model, optimizer, commrt.Direct(), wire=commrt.quantization.Int8())"
+    call = "commrt.attach(model, optimizer, commrt.Direct(), wire=commrt.Int8())"
     assert [plan["python"] for plan in record["plans"]] == [call]
     assert record["reason"] == "Direct(): no other schedule carries int8 for ethernet-10g"
     assert record["best"]["exchange_seconds"] == pytest.approx(39.3e-3, rel=0.01)
@@ -279,7 +279,7 @@ def test_where_much_of_the_best_step_is_exposed_the_plan_names_local_sgd_after_i
     assert sentence.endswith("up to 16 steps apart and averages 2 steps late, so try the accuracy on your own model")
 
 
-@for_each(("wire", "travels"), [("bf16", torch.bfloat16), ("int8", commrt.quantization.Int8())])
+@for_each(("wire", "travels"), [("bf16", torch.bfloat16), ("int8", commrt.Int8())])
 def test_the_plan_names_local_sgd_with_its_wire(wire, travels):
     local = told(f"plan step {SETTING} --compute-ms 20 --wire {wire}")["local_sgd"]
     assert pasted(local["python"]).wire == travels

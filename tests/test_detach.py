@@ -22,7 +22,7 @@ from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds
 
-WAYS = [commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(3, 2), commrt.BackupWorkers(0)]
+WAYS = [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(3, 2), commrt.BackupWorkers(0)]
 
 
 def require_plain(model, rank):

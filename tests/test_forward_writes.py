@@ -13,7 +13,7 @@ import commrt
 from commrt.errors import UsageError
 
 ROWS = 11
-WAYS = [commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(period=2)]
+WAYS = [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(period=2)]
 
 
 def train(net, rank):

@@ -113,15 +113,13 @@ def trained(world, kind, loop, algorithm, wire):
 
 
 LOOP = st.lists(st.tuples(st.sampled_from(LOOPS), st.sampled_from(PASSES)), min_size=2, max_size=6)
-CARRIED = st.sampled_from(
-    [(commrt.Torus2D(), None), (commrt.Direct(), None), (commrt.Direct(), commrt.quantization.Int8())]
-)
+CARRIED = st.sampled_from([(commrt.Torus2D(), None), (commrt.Direct(), None), (commrt.Direct(), commrt.Int8())])
 
 
 @given(loop=LOOP, carried=CARRIED, ranks=st.integers(1, 4), small=st.sampled_from([0, torch_packing.SMALL_NUMEL]))
 @example(
     loop=[(keep, "backward"), (clone, "accumulated"), (zero_under_another_name, "scaled"), (keep, "by hand")],
-    carried=(commrt.Direct(), commrt.quantization.Int8()),
+    carried=(commrt.Direct(), commrt.Int8()),
     ranks=3,
     small=0,
 )

@@ -471,7 +471,7 @@ def without_answers(clock, timeout_s):
     return wrap
 
 
-@for_each("algorithm", [commrt.Gossip(), commrt.local_sgd.LocalSGD(2), commrt.BackupWorkers(0)])
+@for_each("algorithm", [commrt.Gossip(), commrt.LocalSGD(2), commrt.BackupWorkers(0)])
 def test_a_rank_gives_up_two_timeouts_after_a_fault_that_no_roll_call_finds(algorithm):
     def train(world):
         model, optimizer, _ = trainee(world, algorithm=algorithm)

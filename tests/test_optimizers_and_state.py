@@ -93,7 +93,7 @@ def test_optimizers_that_differ_are_named_on_every_rank(world, what):
     ],
     ids=["rate", "rate in a tensor", "betas", "maximize"],
 )
-@for_each("algorithm", [commrt.Torus2D(), commrt.local_sgd.LocalSGD(1)])
+@for_each("algorithm", [commrt.Torus2D(), commrt.LocalSGD(1)])
 @on_ranks(2)
 def test_settings_that_come_to_differ_are_noticed_before_the_next_step(world, change, algorithm):
     model = net()
@@ -140,7 +140,7 @@ def test_scalers_that_differ_are_noticed_with_their_scales(world, make, before):
 
 
 @for_each("make", [scaler_of, loaded, SCALERS["another interval"]])
-@for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0), commrt.Gossip(), commrt.local_sgd.LocalSGD(2)])
+@for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0), commrt.Gossip(), commrt.LocalSGD(2)])
 @on_ranks(2)
 def test_what_is_given_to_also_begins_as_on_rank_0(world, make, algorithm):
     model, scaler = net(), make(world.rank)
@@ -196,7 +196,7 @@ def test_what_is_untraced_runs_between_the_graphs():
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "algorithm",
-    [commrt.Gossip(), commrt.local_sgd.LocalSGD(2, outer=commrt.local_sgd.Nesterov())],
+    [commrt.Gossip(), commrt.LocalSGD(2, outer=commrt.local_sgd.Nesterov())],
     ids=["gossip", "local SGD"],
 )
 def test_a_compiled_step_exchanges_as_one_that_is_not(algorithm):

@@ -260,11 +260,11 @@ WAYS = {
     "all-reduce": {"algorithm": commrt.Ring()},
     "bf16 wire": {"algorithm": commrt.Ring(), "wire": BF16},
     "fp32 wire": {"algorithm": commrt.Torus2D(), "wire": FP32},
-    "codes": {"algorithm": commrt.Direct(), "wire": commrt.quantization.Int8()},
+    "codes": {"algorithm": commrt.Direct(), "wire": commrt.Int8()},
     "views": {"algorithm": commrt.Ring(), "gradients": "views"},
     "gossip": {"algorithm": commrt.Gossip()},
     "gossip of gradients": {"algorithm": commrt.Gossip(payload="gradients")},
-    "local SGD": {"algorithm": commrt.local_sgd.LocalSGD(period=2)},
+    "local SGD": {"algorithm": commrt.LocalSGD(period=2)},
     "DiLoCo": {"algorithm": commrt.local_sgd.diloco(period=2)},
     "backup workers": {"algorithm": commrt.BackupWorkers(backups=0, inner=commrt.Ring())},
 }
@@ -322,7 +322,7 @@ def test_graphs_say_why_they_do_not_carry_fp64_and_the_step_goes_on():
 SUMS = [
     (FP64, {}),
     (FP64, {"wire": BF16}),
-    (FP64, {"wire": commrt.quantization.Int8(), "algorithm": commrt.Direct()}),
+    (FP64, {"wire": commrt.Int8(), "algorithm": commrt.Direct()}),
     (FP32, {}),
     (torch.int64, {"op": "sum"}),
     (torch.int32, {"op": "sum"}),

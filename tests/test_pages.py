@@ -15,6 +15,7 @@ from sources import assert_none, sources
 import commrt
 from commrt import errors
 from commrt.algorithms.catalogue import ALGORITHMS
+from commrt.importing import homes
 from commrt.testing.ranks import local_worlds
 from commrt.tools.planning.python_calls import home_of
 from commrt.training.replica import Replica
@@ -102,6 +103,17 @@ def test_every_name_of_ours_exists():
                     yield f"{name} in `{span}`"
 
     assert_none(wrong(unknown, LINKED))
+
+
+def test_what_the_first_pages_call_by_its_name_alone_is_in_commrt():
+    parts = ["algorithms", "backup_workers", "local_sgd", "quantization", "training"]
+    ours = set(chain.from_iterable(homes(f"commrt.{part}") for part in parts))
+
+    def hidden(page):
+        named_ones = re.findall(r"(?<![\w.])([A-Z]\w+)\(", page.read_text())
+        yield from sorted({*named_ones} & ours - {*dir(commrt)})
+
+    assert_none(wrong(hidden, [ROOT / name for name in ("README.md", "docs/index.md", "docs/algorithms.md")]))
 
 
 def test_worlds_and_replicas_have_what_pages_say_they_have():

@@ -183,7 +183,7 @@ STEPS = [
     *({"wire": wire, "algorithm": Direct()} for wire in (None, torch.bfloat16, *WIRES)),
     {"wire": Adaptive(dq(30.0, 20), feedback=True), "algorithm": Direct()},
     {"wire": Int8(), "algorithm": commrt.BackupWorkers(0, inner=Direct())},
-    {"wire": Int4(), "algorithm": commrt.local_sgd.LocalSGD(2, inner=Direct(), fragments=2)},
+    {"wire": Int4(), "algorithm": commrt.LocalSGD(2, inner=Direct(), fragments=2)},
     {"wire": torch.bfloat16, "algorithm": commrt.Gossip()},
 ]
 

@@ -155,7 +155,7 @@ def trained(world, algorithm, used, progress):
     return shares.state_dict()
 
 
-@for_each("algorithm", [commrt.BackupWorkers(1), commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(2)])
+@for_each("algorithm", [commrt.BackupWorkers(1), commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(2)])
 def test_ranks_that_train_use_each_sample_once_also_if_gradients_are_dropped(algorithm):
     backups, used, progress = getattr(algorithm, "backups", 0), {}, Progress()
     states = run_ranks(3 + backups, lambda world: trained(world, algorithm, used, progress))

@@ -127,7 +127,7 @@ COLLECTIVES = {
 }
 
 
-@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(2)])
+@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip(), commrt.LocalSGD(2)])
 @on_ranks(2)
 def test_collectives_are_refused_inside_join(world, algorithm):
     model, optimizer, replica = trainee(world, nn.BatchNorm1d(8), algorithm=algorithm)

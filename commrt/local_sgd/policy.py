@@ -66,7 +66,7 @@ class LocalSGD:
       without `outer`.
     - `inner`: the all-reduce that averages, or `Gossip`, which averages with one partner.
     - `wire`: what differences become when they travel, such as ``torch.bfloat16`` or
-      ``commrt.quantization.Int4()``; None for the `wire` of `attach`.
+      ``commrt.Int4()``; None for the `wire` of `attach`.
     - `anchor`: "cpu" keeps anchor and momentum in the host's memory.
 
     A step is a backward pass outside of `no_sync`. Cost per period: one all-reduce of the weights.

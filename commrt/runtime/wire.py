@@ -116,7 +116,7 @@ def check_wire(wire: AnyWire | None) -> None:
     offered = ", ".join(map(str, WIRES))
     raise UsageError(
         f"wire={wire!s:.80} cannot travel: use {offered}, a quantizer such as"
-        " commrt.quantization.Int8(), or None for each dtype as it is"
+        " commrt.Int8(), or None for each dtype as it is"
     )
 
 

@@ -71,7 +71,7 @@ def attach(  # noqa: PLR0913  # each has its default
       averaged, and ranks compare the optimizers' settings, now and in each step.
     - `wire`: the dtype that travels. bfloat16 or float16 halve the bytes; sums are formed in fp32
       and rounded to the wire at each hop, and replicas stay bitwise equal. Gradients of no wider
-      dtype travel as they are. A quantizer such as ``commrt.quantization.Int4()`` sends fewer bits;
+      dtype travel as they are. A quantizer such as ``commrt.Int4()`` sends fewer bits;
       it needs an algorithm that sums in one step, ``commrt.Direct()``.
     - `bucket_cap_mb`: the size of a bucket, in MiB of gradients that travel together.
     - `gradients`: ``"views"`` keeps them in the buffers that travel, which saves the time of a copy

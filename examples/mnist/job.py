@@ -43,10 +43,10 @@ DDP = "ddp"
 ALGORITHMS = (*catalogue.ALGORITHMS, *catalogue.POLICIES)
 FP32 = "fp32"
 QUANTIZERS = {
-    "int8": commrt.quantization.Int8(),
-    "int4": commrt.quantization.Int4(),
-    "int2": commrt.quantization.Int2(),
-    "float8": commrt.quantization.Float8(),
+    "int8": commrt.Int8(),
+    "int4": commrt.Int4(),
+    "int2": commrt.Int2(),
+    "float8": commrt.Float8(),
 }
 WIRES: Mapping[str, torch.dtype | commrt.quantization.Quantizer | None] = {
     FP32: None, "bf16": torch.bfloat16, "fp16": torch.float16, **QUANTIZERS,
@@ -66,11 +66,11 @@ class LocalSettings(NamedTuple):
         """Return the options by name."""
         return {f"--{name}": value for name, value in self._asdict().items()}
 
-    def algorithm(self, wire: str = FP32) -> commrt.local_sgd.LocalSGD:
+    def algorithm(self, wire: str = FP32) -> commrt.LocalSGD:
         """Return local SGD with these options; raises `UsageError`. Codes travel by `Direct`."""
         values = self._asdict() | {"outer": None if self.outer is None else _outer(self.outer)}
         values |= {"inner": commrt.Direct()} if wire in QUANTIZERS else {}
-        return commrt.local_sgd.LocalSGD(
+        return commrt.LocalSGD(
             **{name: value for name, value in values.items() if value is not None}
         )
 

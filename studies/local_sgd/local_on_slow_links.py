@@ -49,8 +49,8 @@ def algorithms(hosts: int, per_host: int) -> dict[str, Algorithm]:
     torus = commrt.Torus2D((per_host, hosts))
     return {
         "torus2d": torus,
-        f"local, period {PERIOD}": commrt.local_sgd.LocalSGD(PERIOD, inner=torus),
-        f"local, period {PERIOD}, delay {DELAY}": commrt.local_sgd.LocalSGD(PERIOD, DELAY, inner=torus),
+        f"local, period {PERIOD}": commrt.LocalSGD(PERIOD, inner=torus),
+        f"local, period {PERIOD}, delay {DELAY}": commrt.LocalSGD(PERIOD, DELAY, inner=torus),
     }
 
 

@@ -94,15 +94,15 @@ def plain_cases() -> list[Case]:
     return [
         fixed("fp32", lambda _: None, "96.9"),
         fixed("bf16", lambda _: torch.bfloat16, "97.0"),
-        fixed("float8", lambda _: commrt.quantization.Float8(), "96.9"),
-        fixed("int8", lambda _: commrt.quantization.Int8(), "96.6"),
-        fixed("int4", lambda _: commrt.quantization.Int4(feedback=False), "96.7"),
+        fixed("float8", lambda _: commrt.Float8(), "96.9"),
+        fixed("int8", lambda _: commrt.Int8(), "96.6"),
+        fixed("int4", lambda _: commrt.Int4(feedback=False), "96.7"),
         fixed("int4 stochastic", lambda seed: stochastic(4, seed), "97.1"),
-        fixed("int4 + feedback", lambda _: commrt.quantization.Int4(), "96.9"),
+        fixed("int4 + feedback", lambda _: commrt.Int4(), "96.9"),
         fixed("int3", lambda _: commrt.quantization.Quantizer(3), "96.9"),
         fixed("int3 + feedback", lambda _: commrt.quantization.Quantizer(3, feedback=True), "96.7"),
-        fixed("int2", lambda _: commrt.quantization.Int2(feedback=False), "92.2"),
-        fixed("int2 + feedback", lambda _: commrt.quantization.Int2(), "97.1"),
+        fixed("int2", lambda _: commrt.Int2(feedback=False), "92.2"),
+        fixed("int2 + feedback", lambda _: commrt.Int2(), "97.1"),
         fixed("int2 stochastic", lambda seed: stochastic(2, seed), "26"),
     ]
 

@@ -26,7 +26,7 @@ __all__ = ["print_errors", "relative_error", "replayed", "replayed_error"]
 
 WORLDS, DRAWS, TILES = (4, 8, 16, 32, 64), 6, 64
 """`TILES` is the number of tiles of the buffer of each rank: chunks of many ranks have one tile."""
-WIRES = (commrt.quantization.Int8(), commrt.quantization.Int4(feedback=False))
+WIRES = (commrt.Int8(), commrt.Int4(feedback=False))
 ALGORITHMS: dict[str, Algorithm] = {
     "Direct()": commrt.Direct(),
     "Direct(within=4)": commrt.Direct(within=4),

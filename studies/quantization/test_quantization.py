@@ -24,12 +24,12 @@ def test_a_replayed_direct_sum_of_integers_that_bytes_hold_is_exact():
     values = torch.arange(4 * 2048).remainder(255).sub(127.0).view(4, 2048)
     values[:, ::256] = 127  # so that the scale of each block is a power of two
     each = torch.stack([values, values, 2 * values, 4 * values])
-    found = quantized_sums.replayed(commrt.Direct().schedule(0, 4), each, commrt.quantization.Int8())
+    found = quantized_sums.replayed(commrt.Direct().schedule(0, 4), each, commrt.Int8())
     assert torch.equal(found, (8 * values).expand(4, -1, -1))
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("wire", [commrt.quantization.Int8(), commrt.quantization.Int4(feedback=False)], ids=str)
+@pytest.mark.parametrize("wire", [commrt.Int8(), commrt.Int4(feedback=False)], ids=str)
 def test_a_replay_equals_the_runtime_bit_by_bit(case, wire):
     ranks, algorithm = CASES[case]
     values = torch.randn(ranks, ranks, 2048, generator=torch.Generator().manual_seed(0))
@@ -45,7 +45,7 @@ def test_a_replay_equals_the_runtime_bit_by_bit(case, wire):
 
 def test_two_steps_on_two_ranks_leave_equal_replicas_and_can_be_repeated():
     def wire(seed, _):
-        return commrt.quantization.Int4(rounding="stochastic", feedback=False, seed=seed)
+        return commrt.Int4(rounding="stochastic", feedback=False, seed=seed)
 
     first, again, other = (quantized_training.trained(wire, seed, steps=2, ranks=2) for seed in (0, 0, 1))
     assert torch.equal(first.weights, again.weights)

@@ -50,7 +50,7 @@ class Method:
 
 METHODS = {
     "synchronous": Method(SYNCHRONOUS, commrt.Torus2D()),
-    "local": Method(LOCAL, commrt.local_sgd.LocalSGD(8), {"period": 8}),
+    "local": Method(LOCAL, commrt.LocalSGD(8), {"period": 8}),
     "gossip": Method(GOSSIP, commrt.Gossip()),
 }
 

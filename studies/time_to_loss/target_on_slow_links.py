@@ -81,11 +81,11 @@ def trained(options: argparse.Namespace) -> None:
 def _algorithm(method: str, name: str) -> commrt.Algorithm:
     """Return the algorithm of a method, whose all-reduce is called `name`."""
     if method == ALONE:
-        return commrt.local_sgd.LocalSGD(10**6)
+        return commrt.LocalSGD(10**6)
     if method == "gossip":
         return commrt.Gossip()
     by_name = {short_name(each.algorithm): each.algorithm for each in tried_shapes(Nodes(RANKS, PER_HOST))}
-    return by_name[name] if method == "synchronous" else commrt.local_sgd.LocalSGD(8, inner=by_name[name])
+    return by_name[name] if method == "synchronous" else commrt.LocalSGD(8, inner=by_name[name])
 
 
 def predicted(options: argparse.Namespace, folder: Path, compute_s: float) -> dict[str, dict[str, Any]]:

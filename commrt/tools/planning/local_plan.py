@@ -46,5 +46,5 @@ def local_plan(best: Plan, cluster: Cluster, ranks: int) -> LocalPlan | None:
     delay = steps.hiding_delay
     wire = f", wire={PYTHON_WIRES[best.wire]}" if best.wire in PYTHON_WIRES else ""
     given = f"period={steps.period}, delay={delay}, inner={python_call(best.algorithm)}{wire}"
-    python = f"commrt.local_sgd.LocalSGD({given})"
+    python = f"commrt.LocalSGD({given})"
     return LocalPlan(python, steps.period, delay, steps.step_s(delay))

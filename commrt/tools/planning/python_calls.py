@@ -10,7 +10,7 @@ from commrt.importing import homes
 from commrt.tools.planning.wires import QUANTIZERS
 
 PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-PYTHON_WIRES |= {name: f"commrt.quantization.{name.title()}()" for name in QUANTIZERS}
+PYTHON_WIRES |= {name: f"commrt.{name.title()}()" for name in QUANTIZERS}
 """Dtypes and quantizers by their names on the command line; fp32 needs none."""
 
 
