@@ -203,7 +203,7 @@ def test_a_plan_for_a_wire_of_codes_says_to_compare(wire):
     assert algorithms == [(wire, "Direct(within=4)"), (wire, "Direct()")]  # a node has one card
     output = invoke(SLOW_NETWORK, "--wire", wire).stdout
     assert {plan["wire"] for plan in told(SLOW_NETWORK)["plans"]} == {"fp32", "bf16"}, "no codes unless asked"
-    named = f"commrt.quantization.{wire.title()}()"
+    named = f"commrt.{wire.title()}()"
     assert pasted(named) == QUANTIZERS[wire]
     assert f"wire={named}, bucket_cap_mb=" in output
     assert "compare the accuracy with fp32" in output
