@@ -3,7 +3,8 @@
 
 Daily et al., "GossipGraD", 2018: while a rank computes on one batch, the batch that it used before
 travels to the next rank. There it takes the place of the batch that the next rank sends on. The
-communication thread exchanges; all else happens on the thread that trains. `shard` has the samples.
+communication thread exchanges, and tells the membership which steps have begun and which ranks are
+lost; all else happens on the thread that trains. `shard` has the samples.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class RingShuffle:
         """The number of whole passes so far; written here only, on the thread that trains."""
         self._taken = 0  # batches of the running pass
         self._order = lru_cache(2)(self._order_of)
-        # of the latest exchange; from now on the communication thread writes it, and `_prepared`
+        # of the latest exchange; only the communication thread writes it later, and `_prepared`
         self._generation = self._world.membership.number
         self._buffers = Renewed(self._world, self._new_buffers)
         self._prepared = Prepared[Exchange](self._world, kept=1)

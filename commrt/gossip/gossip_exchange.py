@@ -72,9 +72,11 @@ class GossipExchange:
     When a rank is lost, the others form a new generation. It starts at the latest step of all its
     members. A member that has not reached that step trains alone until then.
 
-    From `share` to `release` the communication thread alone changes the members, and all that is
-    bound for them; the thread that trains reads `members`. Written here of others: the fields of a
-    `Message` that it names, `WeightBucket.in_flight` and `sent`, and `Membership.failures`.
+    From `share` to `release` the communication thread alone changes the members, their algorithm
+    and all that is bound for them; the thread that trains reads `members` and, in `steps_to_all`,
+    the algorithm. Written here of others: the fields of a `Message` that it names,
+    `WeightBucket.in_flight` and `sent`, and of the membership its `failures` and, by its methods,
+    which steps were submitted and have begun.
     """
 
     def __init__(self, world: World, algorithm: Gossip, number: int) -> None:

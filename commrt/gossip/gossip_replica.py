@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replica that trains by gossip: when its weights leave, and when what came is mixed in.
 
-It also passes on the wish to stop. `weight_bucket` changes weights, `gossip_exchange` sends. On the
-thread that trains.
+`attach` makes it. It also passes on the wish to stop. `weight_bucket` changes weights,
+`gossip_exchange` sends. On the thread that trains; hooks of gradients run on that of the backward
+pass.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from commrt.gossip.weight_bucket import WeightBucket
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.replica import Replica
 from commrt.training.request import Request
+from commrt.training.riding_rules import NOT_ADDED_UP, RidingRules
 from commrt.training.uncopied import ModuleHook
 
 
@@ -73,13 +75,17 @@ class GossipReplica(AfterStepReplica):
     At the end of a step parameters and running statistics are sent. Before a module next runs
     forward, what its partner sent is mixed into its parameters. If no optimizer steps, as under a
     `GradScaler` that met an infinity, the weights are sent before the forward pass.
+
+    It replaces `AfterStepReplica._on_pass`, called in each backward pass that counts, and
+    `_advance`, called where a step ends; `_restart_at_step`, called where a state is loaded;
+    `_record` and `_follow`, for a rank that comes; `_take_from_first`, for calls that send rank
+    0's weights. Of its parents' fields it writes `_spans` and `_received_from`.
     """
 
     def __init__(
         self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket]
     ) -> None:
-        super().__init__(request, buckets)
-        self._refuses = "weights travel there, and are not added up; use an all-reduce"
+        super().__init__(request, buckets, RidingRules(NOT_ADDED_UP))
         self._stops = cast("Gossip", request.algorithm).within == 1
         self._asked = False
         self._stop = NO_STOP

@@ -24,7 +24,7 @@ from commrt.training.gathering import gather_integers
 from commrt.training.gradient_weights import NOTHING_SEEN
 from commrt.training.request import Request
 from commrt.training.residuals import own_residuals
-from commrt.training.riding import FEEDBACK
+from commrt.training.riding_rules import FEEDBACK, NOT_ADDED_UP, RidingRules
 from commrt.training.settings import settings_digest
 from commrt.training.stateful import Stateful
 
@@ -39,7 +39,16 @@ class LocalReplica(AfterStepReplica):
     """
 
     def __init__(self, request: Request, exchange: FragmentExchange) -> None:
-        super().__init__(request, exchange.fragments)
+        rides = not exchange.algorithm.is_gossip
+        rules = RidingRules(
+            anything="" if rides else NOT_ADDED_UP,
+            weights="" if exchange.engine.buckets[0].residual is None else FEEDBACK,
+        )
+        watched: Digest | None = None
+        if request.watch and rides:
+            watched = Digest([anchor for part in exchange.fragments for anchor in part.anchors])
+        super().__init__(request, exchange.fragments, rules, watched)
+        self._rides = rides
         self._local = exchange.algorithm
         self._fragments = exchange.fragments
         self._exchange = exchange
@@ -47,16 +56,6 @@ class LocalReplica(AfterStepReplica):
         """By step: settings and rates in its backward pass, before a scheduler changed them."""
         self._seen = [NOTHING_SEEN] * len(self._fragments)
         """`GradientWeights.seen` when the weights of each fragment left last."""
-        self._rides = not self._local.is_gossip
-        if request.watch and self._rides:
-            self._watched = Digest(
-                [anchor for fragment in self._fragments for anchor in fragment.anchors]
-            )
-        if exchange.engine.buckets[0].residual is not None:
-            self._refuses_weights = FEEDBACK
-        self._refuses = (
-            "" if self._rides else "weights travel there, and are not added up; use an all-reduce"
-        )
         self._live_with(self._hooks())
 
     def _on_pass(self) -> None:

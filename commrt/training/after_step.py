@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from commrt.buckets.digest import Digest
 from commrt.buckets.span import Span
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError
@@ -34,6 +35,7 @@ from commrt.training.join_progress import JoinProgress
 from commrt.training.joining import joining
 from commrt.training.model_collectives import overwrite_states
 from commrt.training.request import Request
+from commrt.training.riding_rules import RidingRules
 from commrt.training.stateful import Stateful
 from commrt.training.step_clock import MOST_PASSES, StepClock
 from commrt.training.step_guard import are_zeroed
@@ -50,8 +52,14 @@ class AfterStepReplica(ElasticReplica):
     `GradientWeights.made` in each step.
     """
 
-    def __init__(self, request: Request, parts: Sequence[WeightPart]) -> None:
-        super().__init__(request, request.params)
+    def __init__(
+        self,
+        request: Request,
+        parts: Sequence[WeightPart],
+        rules: RidingRules,
+        watched: Digest | None = None,
+    ) -> None:
+        super().__init__(request, request.params, rules, watched)
         self._parts = parts
         self._clock = StepClock(map(id, request.optimizers))
         self._pass: int | None = None  # autograd's number of the latest that counts
@@ -193,7 +201,7 @@ class AfterStepReplica(ElasticReplica):
         self._end_steps(self._clock.on_step_begin(id(optimizer)))
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if not self._refuses:
+        if not self._rules.anything:
             self._weights.use_step()
         for part in self._parts:
             part.note()

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Self, TypeVar, cast
 from weakref import WeakMethod
 
+from commrt.buckets.digest import Digest
 from commrt.buckets.tensors import Named
 from commrt.elastic.elastic_membership import ElasticMembership, end_survival, survive_losses
 from commrt.errors import UsageError
@@ -25,6 +26,7 @@ from commrt.training.optimizer_steps import attached_to
 from commrt.training.packed_state import pack, unpack
 from commrt.training.replica import Replica
 from commrt.training.request import Request
+from commrt.training.riding_rules import RidingRules
 from commrt.training.stateful import dump, load
 from commrt.training.tensor_bytes import flatten, restore
 from commrt.training.unread_buffers import unread_buffers
@@ -51,8 +53,14 @@ class ElasticReplica(Replica):
     packs for them. Written here of others: `World.membership`, an elastic one until `detach`.
     """
 
-    def __init__(self, request: Request, params: Sequence[Named]) -> None:
-        super().__init__(request, params)
+    def __init__(
+        self,
+        request: Request,
+        params: Sequence[Named],
+        rules: RidingRules,
+        watched: Digest | None = None,
+    ) -> None:
+        super().__init__(request, params, rules, watched)
         world = self._world
         self._number = request.number
         self._owners_of_state = [*request.optimizers, *request.also, request.copies]

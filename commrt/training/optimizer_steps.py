@@ -2,8 +2,8 @@
 """The steps of all optimizers of this process, as the attached models see and may refuse them.
 
 torch calls `_before_any_step` and `_after_any_step` around each step, on the thread that steps.
-They ask the `OptimizerSteps` of each attached model: an optimizer must step what was attached, and
-have been given. Nothing here writes to an optimizer or a tensor.
+They ask the `OptimizerSteps` of each attached model, which `_living` lists: an optimizer must step
+what was attached, and have been given. Nothing here writes to an optimizer or a tensor.
 """
 
 from __future__ import annotations

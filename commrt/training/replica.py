@@ -33,6 +33,7 @@ from commrt.training.optimizer_steps import OptimizerSteps
 from commrt.training.parameter_list import ParameterList
 from commrt.training.request import Request
 from commrt.training.riding import Riding, Rode
+from commrt.training.riding_rules import ALL_MAY_RIDE, RidingRules
 from commrt.training.stateful import Stateful
 from commrt.training.step_report import Stats, StepReport
 from commrt.training.tensor_bytes import fingerprint
@@ -42,6 +43,9 @@ from commrt.training.uncopied import ATTRIBUTE, Keeper
 class Replica(ABC):
     """One rank's attached model; made by `attach`.
 
+    Subclasses call `_live` last in `__init__`, and write `last`, `_stats` and `_step` where a step
+    ends.
+
     All methods belong to the thread that trains, but `stop`; hooks of gradients run on that of the
     backward pass, for which it waits. Every rank must call those marked collective.
     """
@@ -49,7 +53,14 @@ class Replica(ABC):
     drops_gradients = False
     """True if a step may use the gradients of some ranks only, `StepReport.members`."""
 
-    def __init__(self, request: Request, params: Sequence[Named]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        params: Sequence[Named],
+        rules: RidingRules = ALL_MAY_RIDE,
+        watched: Digest | None = None,
+    ) -> None:
+        """`params` are those averaged; with ``watch=True`` `watched` must be equal on all ranks."""
         self.model = request.model
         """The model, as it was given to `attach`."""
         self.last: StepReport | None = None
@@ -63,17 +74,12 @@ class Replica(ABC):
         self._stats = Stats()
         self._step = 0
         self._is_synchronous = True  # False in no_sync()
-        # Why nothing can ride, or only not weights, or not wishes; "" if it can. Subclasses set
-        # these in `__init__`, before `_live`.
-        self._refuses = ""
-        self._refuses_weights = ""
-        self._refuses_wishes = ""
+        self._rules = rules
         self._steps: OptimizerSteps  # from `_live` on
         self._handles: list[RemovableHandle] = []  # of hooks; none once it was detached
         self._weights = GradientWeights(params)
         self._riding = Riding(request.world.rank, self._weights)
-        # With ``watch=True`` subclasses set it in `__init__`: of what must be equal on all ranks.
-        self._watched: Digest | None = None
+        self._watched = watched
 
     def _live(
         self,
@@ -84,7 +90,7 @@ class Replica(ABC):
     ) -> None:
         """Begin to act on optimizers' steps (`OptimizerSteps`), and on what `handles` stand for.
 
-        Subclasses call it last in `__init__`.
+        From then on the modules that hold a parameter keep this replica alive (`Keeper`).
         """
         self._handles += handles
         self._steps = OptimizerSteps(
@@ -155,9 +161,7 @@ class Replica(ABC):
         each step would wait; `DisagreementError` in ``backward()`` if some ranks weigh their
         gradients and others do not, or if all weigh nothing.
         """
-        self._require_riders("weigh()")
-        if self._refuses_weights:
-            raise UsageError(f"weigh() with {self._refuses_weights}")
+        self._rules.require_weights("weigh()", self._algorithm)
         self._weights.weigh(loss, weight, reduction, self._holds_means)
         return loss
 
@@ -168,7 +172,7 @@ class Replica(ABC):
         ranks that give numbers in a step give the same names, at most eight. They travel as
         float64, on every wire.
         """
-        self._require_riders("ride()")
+        self._rules.require_riders("ride()", self._algorithm)
         self._riding.ride(numbers)
 
     @property
@@ -184,21 +188,12 @@ class Replica(ABC):
         catches up, up to a few steps later.
         """
         if self._handles:  # else the model was detached, and a handler may still call this
-            self._require_wishes("stop()")
+            self._rules.require_wishes("stop()", self._algorithm)
         self._riding.wants_stop = True
 
     def _holds_means(self) -> bool:
         """Return True if ``param.grad`` holds averages neither used nor set to zeros."""
         return False
-
-    def _require_riders(self, call: str) -> None:
-        if self._refuses:
-            raise UsageError(f"{call} with {self._algorithm}: {self._refuses}")
-
-    def _require_wishes(self, call: str) -> None:
-        self._require_riders(call)
-        if self._refuses_wishes:
-            raise UsageError(f"{call} with {self._algorithm}: {self._refuses_wishes}")
 
     @property
     def stopping(self) -> tuple[int, ...]:
@@ -208,7 +203,7 @@ class Replica(ABC):
         after ``join()``: read it inside. Raises `UsageError` where `stop` does.
         """
         if self._handles:  # a model that was detached has no news
-            self._require_wishes("stopping")
+            self._rules.require_wishes("stopping", self._algorithm)
         return self._riding.stopping
 
     def skip(self) -> None:
@@ -217,13 +212,13 @@ class Replica(ABC):
         Once ``backward()`` has returned, gradients are equal on all ranks, and so is what each of
         them sees in them.
         """
-        self._require_wishes("skip()")
+        self._rules.require_wishes("skip()", self._algorithm)
         self._riding.skip()
 
     @property
     def skipping(self) -> tuple[int, ...]:
         """The ranks that asked to skip the latest step; if any, call no ``optimizer.step()``."""
-        self._require_wishes("skipping")
+        self._rules.require_wishes("skipping", self._algorithm)
         return self._riding.skipping
 
     def drain(self) -> None:  # noqa: B027  # between synchronous steps nothing is in flight
@@ -350,4 +345,4 @@ class Replica(ABC):
         for module in self._owners():
             module.__dict__.pop(ATTRIBUTE, None)
         self._steps.end()
-        self._refuses = "its model was detached"
+        self._rules = RidingRules("its model was detached")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checked arguments of `attach`, and how every way to train makes its replica of them.
 
-Ranks agree, then begin with rank 0's state: model, optimizers and `also` are overwritten. On the
-thread that trains.
+Ranks agree, then begin with rank 0's state: model, optimizers and `also` are overwritten. Where
+processes may come later, the store learns what they must have. On the thread that trains.
 """
 
 from __future__ import annotations

@@ -32,10 +32,6 @@ from commrt.runtime.untraced import untraced
 from commrt.training.gradient_weights import GradientWeights, require_number
 
 NOTHING = np.zeros(0, SLOT)
-FEEDBACK = (
-    "a wire that feeds back what rounding lost, which would weigh as the step before: use one"
-    " without feedback"
-)
 NO_NUMBERS: Mapping[str, float] = {}
 NOBODY = -1
 """In place of a rank that has asked to stop."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When optimizers may step a model whose gradients are averaged: after that, each once.
+"""When optimizers may step a model whose gradients are averaged, and the count of their steps.
 
-Else replicas would drift apart. On the thread that steps, asked by `optimizer_steps`; writes to no
-optimizer or tensor.
+Each may step once after an average, or replicas would drift apart; ranks compare the count in each
+step. On the thread that steps, asked by `optimizer_steps`, and on that of the backward pass; writes
+to no optimizer or tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class StepGuard:
     `take_part` is called on a rank that comes to its step without any gradient, so that the others
     get its zeros. A replica calls `close`, `open` and `drop`, in hooks of the backward pass too;
     `OptimizerSteps` calls `before_step` and `after_step`. Written here of others: the scalers that
-    `scales` know. `SkippingGuard` writes protected attributes too.
+    `scales` know. `SkippingGuard` replaces these two methods, and writes `_refusal` and
+    `held_back` too.
     """
 
     def __init__(
@@ -69,7 +71,10 @@ class StepGuard:
         """
 
     def close(self, step: int) -> tuple[int, int]:
-        """Refuse steps while gradients travel; return steps so far and a digest of settings."""
+        """Refuse steps while gradients travel; return what ranks compare in training step `step`.
+
+        That is `steps`, and a digest of the settings of optimizers and scalers.
+        """
         self._refusal = MIDWAY
         scales = self._scales.values() if self._scales.known else ()
         return self.steps, settings_digest(self._optimizers, step, scales)
@@ -102,10 +107,12 @@ class StepGuard:
         )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Refuse a step with gradients that were not averaged; return arguments for a closure."""
+        """Refuse a step with gradients that were not averaged; return arguments for a closure.
+
+        Where all are zeros or None, the loop has thrown away those of the latest pass: forget them.
+        """
         if self._refusal:
             raise UsageError(self._refusal)
-        # since the last backward pass: what is known is about older gradients
         if are_zeroed(self._params):
             self.held_back = False
             self._unused_by.clear()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step of synchronous training: gradients are averaged while the backward pass still runs.
+"""Synchronous training: a replica, its step in the backward pass, and its checkpoints and `join`.
 
-Hooks of gradients begin and end it on the thread that runs the backward pass, for which the thread
-that trains waits in ``backward()``, if it is not the same. All else runs on the thread that trains.
+Hooks of gradients begin and end a step on the thread that runs the backward pass, for which the
+thread that trains waits in ``backward()``, if it is not the same. All else runs on the thread that
+trains.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.averaging import AveragingEngine
@@ -36,7 +36,8 @@ from commrt.training.joining import joining
 from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.residuals import own_residuals
-from commrt.training.riding import FEEDBACK, NOBODY
+from commrt.training.riding import NOBODY
+from commrt.training.riding_rules import rules_of_averages
 from commrt.training.stateful import Stateful
 from commrt.training.step_guard import StepGuard
 from commrt.training.step_report import StepReport
@@ -46,10 +47,11 @@ TWICE = (
     "the gradient of {name} became ready twice in one backward pass. Reentrant activation"
     " checkpointing does that: use checkpoint(..., use_reentrant=False)"
 )
-EVEN = 0.5
-"""The share of a partner's gradients, where ranks gossip them, in which slots stay exact."""
 LATE = -2
-"""In place of a pass's number: the step runs in an optimizer's, on a rank without gradients."""
+"""In place of a pass's number: the step runs in an optimizer's, on a rank without gradients.
+
+Not -1, which is what `current_pass` returns outside of a pass: `_average` compares with it.
+"""
 BY_HAND = -3
 """In place of a pass's number: the step runs in `Replica.average`."""
 
@@ -74,23 +76,6 @@ def attach(request: Request) -> Replica:
     )
 
 
-def _why_no_weights(engine: AveragingEngine, request: Request) -> str:
-    """Return why gradients cannot weigh; "" if they can."""
-    if engine.buckets[0].residual is not None:
-        return FEEDBACK
-    if request.same_bits:
-        return (
-            "same_bits=True, as the first bucket is multiplied after its sum: attach without one of"
-            " them"
-        )
-    if any(bucket.wire.dtype == torch.float16 for bucket in engine.buckets):
-        if engine.mixes:
-            return "gossip in float16, whose range weights leave: use wire=torch.bfloat16"
-        if not engine.buckets[0].unpacks_wire:
-            return 'gradients="views" in float16, whose range weights leave: leave views out'
-    return ""
-
-
 class SynchronousReplica(Replica):
     """Has the averages in ``param.grad`` when ``backward()`` returns.
 
@@ -103,24 +88,24 @@ class SynchronousReplica(Replica):
     adds, `GradientBucket.unpack` writes ``param.grad``. After an error in between the step never
     ends: this rank has sent only a part of what the others wait for.
 
-    Written here of others: `Engine.own_weight` at the begin of a step, which the communication
-    thread reads in it, and `StepGuard.held_back` in passes of `no_sync`.
+    Between steps `join` lets ranks run out of data (`synchronous_join`), and a checkpoint holds
+    what rounding lost. Of the fields of `Replica` it writes `last`, `_stats` and `_step`. Written
+    here of others: `Engine.own_weight` at the begin of a step, which the communication thread reads
+    in it, and `StepGuard.held_back` in passes of `no_sync`.
     """
 
     def __init__(
         self, request: Request, engine: AveragingEngine, *, broadcast_buffers: bool
     ) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(request, named)
+        rules = rules_of_averages(
+            request.algorithm, engine.buckets, mixes=engine.mixes, same_bits=request.same_bits
+        )
+        watches = request.watch and request.world.size > 1
+        watched = Digest([*request.model.parameters()]) if watches else None
+        super().__init__(request, named, rules, watched)
         self._request = request
         self._engine = engine
-        if getattr(request.algorithm, "share", EVEN) != EVEN:
-            self._refuses = "a share other than 1/2 would round what rides; leave weight= out"
-        self._refuses_weights = _why_no_weights(engine, request)
-        if engine.mixes:
-            self._refuses_wishes = (
-                "only partners hear of it in a step: use gossip of weights, or an all-reduce"
-            )
         params = [param for _, param in named]
         self._guard = StepGuard(
             self._optimizers, params, partial(self._average, LATE), request.scales
@@ -134,8 +119,6 @@ class SynchronousReplica(Replica):
         self._buffers: BufferBroadcast | None = None
         if broadcast_buffers and not self._alone:
             self._buffers = BufferBroadcast(self.model, engine)
-        if request.watch and not self._alone:
-            self._watched = Digest([*self.model.parameters()])
         self._running: int | None = None
         """The step that runs: its backward pass's number, `LATE` or `BY_HAND`; None between."""
         self._header = engine.buckets[0].header
@@ -261,9 +244,11 @@ class SynchronousReplica(Replica):
             self._in_flight.append(answer)
 
     def _finish(self) -> None:
-        """Send what is left, and wait until all averages are in ``param.grad``.
+        """Send what is left, wait until all averages are in ``param.grad``, and end the step.
 
-        What raises before `_running` is None leaves the step begun, which refuses all later ones.
+        In this order: send, wait, write, report; then prepare the next step, with nothing in
+        flight; last let optimizers step. What raises before `_running` is None leaves the step
+        begun, which refuses all later ones.
         """
         begin_s = perf_counter()
         self._submit(self._ready.rest(), waits=True)
@@ -292,10 +277,12 @@ class SynchronousReplica(Replica):
             and not self._engine.mixes
         ):
             self._weights.use_unit(first.weight / self._world.size)
+        # the step has ended, and is reported
         self.last = StepReport(self._step, self._members, perf_counter() - begin_s, spans)
         self._stats = self._stats.plus(self.last)
         self._running = None
         self._step += 1
+        # for the next one
         if not self._bucket_order.is_final and self._world.joined is None:
             self._riding.keep()  # from memory that other buckets may take
             self._bucket_order.observe(self._step)
