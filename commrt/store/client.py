@@ -2,7 +2,7 @@
 """Requests to torch's store that end in time, whoever holds it.
 
 A request runs on a thread of its own, and any thread may wait for it. Knows no keys and no values.
-The end of the process waits for requests that still run, unless `end_at_once` has said otherwise.
+The end of the process waits for those that still run, until `skip_wait_at_exit` is called.
 
 torch's own timeouts do not help when the process that holds the store is stopped: after one has
 expired, the client asks the store to cancel the request, and waits without limit for its answer
@@ -122,6 +122,6 @@ def _at_exit() -> None:
     outwait_calls(ANSWER_S)
 
 
-def end_at_once() -> None:
+def skip_wait_at_exit() -> None:
     """Let this process end without that wait: it holds the store, which ends after Python."""
     atexit.unregister(_at_exit)

@@ -18,7 +18,7 @@ from torch.distributed import Store, TCPStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
 from commrt.store.addresses import number_of
-from commrt.store.client import ANSWER_S, call_store, end_at_once
+from commrt.store.client import ANSWER_S, call_store, skip_wait_at_exit
 from commrt.store.launcher import LOOPBACK, Launch
 from commrt.store.name_server import warn_if_slow
 from commrt.threads.calls import start_call
@@ -38,7 +38,7 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     if holds_it:
         _held[where] = store
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # see `_held`
-        end_at_once()
+        skip_wait_at_exit()
     return store
 
 

@@ -4,6 +4,7 @@
 A task may also run on the thread that asks for it, while no other is pending: see `CommThread`.
 This module knows nothing of ranks: what a task does is its own, and a world is told by
 `on_failure`. It writes its own fields, and turns the recording of gradients off while a task runs.
+It also keeps the recorder of a world, for `commrt.threads.recording`.
 """
 
 from __future__ import annotations
