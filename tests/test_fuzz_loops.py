@@ -620,11 +620,7 @@ class Quorum:
         self.step += 1
 
 
-BACKUPS = [
-    commrt.BackupWorkers(1),
-    commrt.BackupWorkers(1, early=True),
-    commrt.BackupWorkers(1, inner=commrt.Ring()),
-]
+BACKUPS = [commrt.BackupWorkers(1), commrt.BackupWorkers(1, early=True), commrt.BackupWorkers(1, inner=commrt.Ring())]
 
 
 class Backups(Loops):

@@ -16,6 +16,7 @@ from commrt.local_sgd import LocalSGD
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
 from commrt.store.world_config import WorldConfig
+from commrt.training.arrival import StateGiver
 from commrt.transport.local import Fabric
 from commrt.transport.null import NullTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage
@@ -111,3 +112,9 @@ def test_a_replacement_sends_nothing_before_it_is_admitted():
     assert transport.allocate(3, torch.float32).tolist() == [0.0] * 3
     with pytest.raises(TransportClosed, match="have not admitted this rank yet"):
         transport.bind(P2PGroup([P2PMessage(0, torch.zeros(1))], []))
+
+
+def test_no_state_is_packed_for_a_process_that_gave_up():
+    with World(NullTransport(0, range(2), 0.2), HashStore()) as world:
+        giver = StateGiver(world, 1)
+        assert ([*giver._give(0)], giver.is_asked, giver.close()) == ([], False, None)

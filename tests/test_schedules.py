@@ -95,8 +95,7 @@ def test_canonical_moves_the_same_chunks_and_is_its_own_canonical_form(schedule)
 
 
 def test_text_of_a_step_says_how_many_transfers_it_left_out():
-    step = Step.of(0, [1, 2, 3], 0, 1, COPY)
-    assert step.text(limit=2) == "copy  0->1 [0:1)  0->2 [0:1)  ... 1 more"
+    assert Step.of(0, [1, 2, 3], 0, 1, COPY).text(limit=2) == "copy  0->1 [0:1)  0->2 [0:1)  ... 1 more"
 
 
 def test_text_of_a_schedule_counts_in_good_english_and_numbers_its_steps():

@@ -82,8 +82,7 @@ class Scene:
 
 def state_of(plan):
     """All that a rank writes."""
-    words = (*plan.outboxes, *plan.counts, plan.state, plan.host)
-    return [word.tolist() for word in words]
+    return [word.tolist() for word in (*plan.outboxes, *plan.counts, plan.state, plan.host)]
 
 
 def by_definition(scene):

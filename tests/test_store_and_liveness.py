@@ -192,8 +192,7 @@ def test_ranks_of_two_hosts_find_their_network_by_the_store(monkeypatch, store, 
     monkeypatch.setattr(connection, "host_identity", lambda: next(hosts))
     monkeypatch.setattr(connection, "network_address", lambda _: next(addresses))
     compared = partial(connection.compare_starts, store, members=range(2), timeout_s=PATIENT_S)
-    starts = on_threads(2, lambda rank: compared(rank=rank))
-    assert [start.towards for start in starts] == [towards] * 2
+    assert [start.towards for start in on_threads(2, lambda rank: compared(rank=rank))] == [towards] * 2
 
 
 def test_without_an_address_in_the_network_a_start_asks_for_the_card(monkeypatch):
