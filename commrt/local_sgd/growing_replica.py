@@ -107,5 +107,5 @@ class GrowingReplica(LocalReplica):
         fragment.load_state_dict({**state, "left": min(state["left"], record["step"])})
         fragment.land()
         self._exchange.go_on_with(map(int, record["members"]), votes=int(record["votes"]))
-        self._seen[0] = self._weights.seen
+        self._seen[0] = self._own_steps
         super()._follow(record)

@@ -21,7 +21,7 @@ from commrt.local_sgd.outer import SlowMomentum
 from commrt.local_sgd.policy import Mix
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.gathering import gather_integers
-from commrt.training.gradient_weights import NOTHING_SEEN
+from commrt.training.own_steps import NO_STEPS
 from commrt.training.request import Request
 from commrt.training.residuals import own_residuals
 from commrt.training.riding_rules import FEEDBACK, NOT_ADDED_UP, RidingRules
@@ -54,8 +54,8 @@ class LocalReplica(AfterStepReplica):
         self._exchange = exchange
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: settings and rates in its backward pass, before a scheduler changed them."""
-        self._seen = [NOTHING_SEEN] * len(self._fragments)
-        """`GradientWeights.seen` when the weights of each fragment left last."""
+        self._seen = [NO_STEPS] * len(self._fragments)
+        """`_own_steps` when the weights of each fragment left last."""
         self._live_with(self._hooks())
 
     def _on_pass(self) -> None:
@@ -99,9 +99,10 @@ class LocalReplica(AfterStepReplica):
         in_flight = InFlight(self._clock.step, settings, [*map(rates.get, fragment.ids)])
         if self._rides:
             in_flight.weight, in_flight.leaving = self._riding.leave_with_period(
-                self._seen[fragment.index], with_numbers=fragment.index == 0
+                self._own_steps.since(self._seen[fragment.index]),
+                with_numbers=fragment.index == 0,
             )
-            self._seen[fragment.index] = self._weights.seen
+            self._seen[fragment.index] = self._own_steps
         fragment.leave(in_flight)
         self._exchange.send(fragment, in_flight)
         return in_flight
@@ -169,7 +170,7 @@ class LocalReplica(AfterStepReplica):
 
         Always False with gossip, where all weights are averaged anyway.
         """
-        own = int(self._weights.seen != self._seen[fragment.index])
+        own = int(self._own_steps != self._seen[fragment.index])
         learned = self._world.membership.together(
             lambda: gather_integers(self._world, own, self.step)
         )
@@ -208,7 +209,7 @@ class LocalReplica(AfterStepReplica):
             "due": due,
             "stepped": stepped,
             "fragments": [fragment.state_dict() for fragment in self._fragments],
-            "seen": [tuple(self._weights.seen.since(before)) for before in self._seen],
+            "seen": [tuple(self._own_steps.since(before)) for before in self._seen],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
             "rank": self._world.rank,
         }
@@ -233,8 +234,8 @@ class LocalReplica(AfterStepReplica):
         agree(self._world, step + due, saved, fragments, self._local)
         take(saved, fragments, self._riding)
         if saved is not None:
-            before = state.get("seen") or [NOTHING_SEEN] * len(fragments)
-            self._seen = [*map(self._weights.seen.since, before)]
+            before = state.get("seen") or [NO_STEPS] * len(fragments)
+            self._seen = [*map(self._own_steps.since, before)]
         self._clock.restart(step, due, state.get("stepped", ()))
         self._noted = {}
         self._exchange.engine.restore_residuals(residuals)

@@ -2,8 +2,9 @@
 """When steps end, and what they report, of replicas that exchange after the optimizers' steps.
 
 Between exchanges they may differ. What gossip and local SGD share: subclasses say what is sent and
-mixed, and this writes only gradients that weigh. Used on the thread that trains; hooks of gradients
-run on that of the backward pass.
+mixed, and write that. This writes gradients that weigh, copies of weights in optimizers that follow
+what is mixed, and at the end of ``join()`` weights and states. Used on the thread that trains;
+hooks of gradients run on that of the backward pass.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from commrt.store.keys import store_of_model
 from commrt.training.backward_pass import at_end_of_backward, current_pass
 from commrt.training.elastic_replica import ElasticReplica
 from commrt.training.gradient_hooks import on_dense_gradients
-from commrt.training.gradient_weights import NOTHING_SEEN, ONE_STEP
 from commrt.training.join_progress import JoinProgress
 from commrt.training.joining import joining
 from commrt.training.model_collectives import overwrite_states
+from commrt.training.own_steps import NO_STEPS, ONE_STEP, OwnSteps
 from commrt.training.request import Request
 from commrt.training.riding_rules import RidingRules
 from commrt.training.stateful import Stateful
@@ -47,9 +48,11 @@ class AfterStepReplica(ElasticReplica):
     """A replica whose step is a backward pass outside of `no_sync`; `StepClock` says when it ends.
 
     So all ranks count the same steps. What the `parts` of the model rely on may be written by the
-    given optimizers only. Subclasses call `_live_with` last in `__init__`, and add to `_spans` and
-    `_received_from` what `_close_report` reports next. Written here of others:
-    `GradientWeights.made` in each step.
+    given optimizers only. Subclasses call `_live_with` last in `__init__`, and `_waiting_for`
+    around what they mix. They add to `_spans` and `_received_from` what `_close_report` reports
+    next, which writes `last` and `_stats`. Of its parents this replaces `step`, and what these
+    call: `_restart_at_step` (`load_state_dict`), `_holds_means` (`weigh`), `_steps_made`,
+    `_note_weights` and `_follow` (`ElasticReplica`).
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class AfterStepReplica(ElasticReplica):
         self._parts = parts
         self._clock = StepClock(map(id, request.optimizers))
         self._pass: int | None = None  # autograd's number of the latest that counts
+        self._own_steps = NO_STEPS  # that optimizers have used
+        self._made = NO_STEPS  # the latest step, which no optimizer has used; else none
         self._progress: JoinProgress | None = None  # inside join()
         self._joins = 0  # calls of it so far
         self._exposed_s = 0.0  # waited in `_waiting_for` since the latest report
@@ -99,7 +104,7 @@ class AfterStepReplica(ElasticReplica):
             for part in self._parts:
                 part.require_unwritten()
         if not self._optimizers:
-            self._weights.use_step()
+            self._use_step()
         for step in ended:
             if self._progress is not None:
                 self._progress.begin(step + 1)
@@ -153,8 +158,16 @@ class AfterStepReplica(ElasticReplica):
 
     def _end_weighing(self, number: int | None) -> None:
         """Divide weighed gradients by their total weight: each rank steps by its own mean."""
-        if factor := self._weights.end_step(number):
+        at_hand = self._weights.leave(number)
+        self._made = OwnSteps(1, int(at_hand.weight is not None), at_hand.weight or 0.0)
+        if at_hand.weight:
+            factor = (at_hand.reference or 1.0) / at_hand.weight
             scale_present((param.grad for _, param in self._params), factor)
+
+    def _use_step(self) -> None:
+        """Note that an optimizer has used the gradients of the latest step."""
+        self._own_steps = self._own_steps.plus(self._made)
+        self._made = NO_STEPS
 
     def _on_first_gradient(self, _: str) -> None:
         """Count a backward pass at its first gradient: a step is due after the optimizers'."""
@@ -166,7 +179,7 @@ class AfterStepReplica(ElasticReplica):
             self._clock.on_pass(within_step=bool(self._steps.running))
             if self._giver is not None:
                 self._answer_newcomers(self._giver)
-            self._weights.made = ONE_STEP
+            self._made = ONE_STEP
             if not self._weights.is_idle:
                 at_end_of_backward(partial(self._end_weighing, number))
             if self._clock.is_left_out:
@@ -202,7 +215,7 @@ class AfterStepReplica(ElasticReplica):
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if not self._rules.anything:
-            self._weights.use_step()
+            self._use_step()
         for part in self._parts:
             part.note()
         self._copies.after_step(optimizer)
@@ -226,7 +239,7 @@ class AfterStepReplica(ElasticReplica):
                 self._end_weighing(None)
                 self._on_pass()  # an optimizer ends the step, as after a backward pass
             else:
-                self._weights.made = NOTHING_SEEN  # a pass before whose step was left out
+                self._made = NO_STEPS  # a pass before whose step was left out
                 self._end_all_steps()
 
     @contextmanager

@@ -23,7 +23,7 @@ from commrt.runtime.init import init, is_open
 from commrt.runtime.wire import AnyWire, check_wire, is_quantized
 from commrt.runtime.work import Work
 from commrt.runtime.world import World
-from commrt.training.backward_pass import at_end_of_backward, current_pass
+from commrt.training.backward_pass import NO_PASS, at_end_of_backward, current_pass
 from commrt.training.ddp_owner import ddp_owner, require_same_ranks
 from commrt.transport.protocol import Tag
 
@@ -134,7 +134,9 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
             " commrt.ddp_hook)"
         )
     work = state.begin(bucket)
-    if current_pass() != -1:  # a rank that is in DDP's join() has no pass, and nothing else to do
+    if (
+        current_pass() != NO_PASS
+    ):  # a rank that is in DDP's join() has no pass, and nothing else to do
         at_end_of_backward(work.wait)  # before DDP waits, which turns any error into a RuntimeError
     else:
         work.wait()

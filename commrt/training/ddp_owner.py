@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model of DistributedDataParallel a state of a communication hook was registered with.
+"""Which model of DistributedDataParallel a state of a communication hook was registered with, and
+whether its ranks are those of a world.
 
 It only looks, once per world, on the thread that runs the backward pass.
 """

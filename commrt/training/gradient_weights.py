@@ -1,52 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gradients weigh, from their backward passes until they leave or an optimizer uses them.
+"""What gradients weigh, from their backward passes until they leave or are dropped.
 
-It multiplies gradients of losses in their backward passes, where autograd's hooks call it; all else
-is called by a replica, on the thread that trains. Only looks at ``param.grad``, and sends nothing.
+`GradientWeights.weigh` writes on the user's loss: an attribute, and a hook that multiplies its
+gradient in the backward pass. All else only looks at ``param.grad``, and nothing is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import frexp, ldexp
-from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
 from commrt.runtime.untraced import untraced
 from commrt.training.backward_pass import NO_PASS, at_end_of_backward, current_pass
+from commrt.training.host_number import require_number
 
 ATTRIBUTE = "_commrt_weight"
 """Where a loss that weighs holds its weight."""
 MOST = 2.0**53
 """No weight is larger."""
-
-
-class Seen(NamedTuple):
-    """What a rank has made alone: steps, those of them that weigh, and what these weigh."""
-
-    steps: int = 0
-    weighed_steps: int = 0
-    weight: float = 0.0
-
-    def since(self, before: tuple[int, int, float]) -> Seen:
-        """Return what came since it was `before`."""
-        return Seen(self.steps - before[0], self.weighed_steps - before[1], self.weight - before[2])
-
-    def plus(self, more: Seen) -> Seen:
-        """Return the sum of both."""
-        return Seen(
-            self.steps + more.steps,
-            self.weighed_steps + more.weighed_steps,
-            self.weight + more.weight,
-        )
-
-
-NOTHING_SEEN = Seen()
-ONE_STEP = Seen(1)
 
 
 @untraced
@@ -90,10 +65,20 @@ def _state(grad: Tensor) -> tuple[int, int]:
 
 @untraced
 class GradientWeights:
-    """What the gradients at hand weigh, and what this rank has made alone.
+    """What the gradients at hand weigh.
 
-    Hooks of losses call `_begin` and `_note` on the thread that runs the backward pass, while the
-    one that trains waits in ``backward()``; so no two threads are in here at once.
+    In a backward pass, in this order:
+
+    1. `_begin` for each loss that weighs, by its hook, before a gradient is counted.
+    2. `count_pass`, by replicas in hooks of gradients; it may be left out while `is_idle`.
+    3. `leave`, when gradients leave or the rank steps by them alone. Not in passes of `no_sync`,
+       which add up.
+    4. `_note`, at the end of a pass with a 1; it acts on what has not left then.
+
+    Between passes: `weigh`; `forget_thrown_away` and ``leave(None)`` in a step without a pass;
+    `take` where gradients are dropped. `leave` and `take` begin a new accumulation. Hooks run on
+    the thread of the backward pass, while the one that trains waits in ``backward()``; so no two
+    threads are in here at once. Written by others: `is_idle`, by `Riding` in each step.
     """
 
     def __init__(self, params: Sequence[Named]) -> None:
@@ -103,20 +88,12 @@ class GradientWeights:
         self._coming = 0.0  # what these losses weigh so far
         self._is_refused = False  # that pass adds to averages, which `count_pass` refuses
         self._counted = NO_PASS  # the latest pass that was counted
-        self._left = NO_PASS  # the latest pass whose gradients have begun to leave
         self.unit = 1.0
         """By which gradients are divided where they travel, a power of two; see `use_unit`."""
-        self.seen = NOTHING_SEEN
-        """What this rank has made alone, in steps that optimizers have used."""
-        self.made = NOTHING_SEEN
-        """What it has made in the latest step, which no optimizer has used.
-
-        `AfterStepReplica` writes it in each step, by hand for steps that do not weigh.
-        """
         self.is_idle = True
         """True if no pass was weighed or counted since a step of which nothing rode.
 
-        `Riding` sets it to True in such a step.
+        `Riding` sets it when a step leaves: to True if nothing rides, else to False.
         """
 
     def weigh(
@@ -151,7 +128,7 @@ class GradientWeights:
 
     def _begin(self, number: int, weight: float, holds_means: Callable[[], bool]) -> None:
         """Note that backward pass `number` runs through a loss of this `weight`."""
-        if number in (self._left, self._counted):
+        if number == self._counted:
             raise UsageError(
                 "losses that weigh, of which one began when gradients of another had left, in one"
                 " backward pass: weigh each in a pass of its own, all but the last in no_sync()"
@@ -211,24 +188,6 @@ class GradientWeights:
         """True if gradients of backward passes are at hand that were not averaged."""
         return self._at_hand.passes > 0
 
-    def end_step(self, number: int | None) -> float | None:
-        """Return what makes a mean of gradients that this rank steps by alone; None if not weighed.
-
-        The step is that of backward pass `number`, or of those in `no_sync` before it. It counts
-        once it was used.
-        """
-        if number is not None:
-            self.count_pass(number)
-        at_hand = self.take()
-        self.made = Seen(1, int(at_hand.weight is not None), at_hand.weight or 0.0)
-        return (at_hand.reference or 1.0) / at_hand.weight if at_hand.weight else None
-
-    def use_step(self) -> None:
-        """Note that an optimizer has used the gradients of the latest step."""
-        made = self.made
-        self.made = NOTHING_SEEN
-        self.seen = self.seen.plus(made)
-
     def forget_thrown_away(self) -> None:
         """Forget what gradients weigh that were thrown away."""
         is_none_left = all(param.grad is None for _, param in self._params)
@@ -236,15 +195,14 @@ class GradientWeights:
             self.take()
 
     def leave(self, number: int | None) -> Accumulation:
-        """Return what the gradients of backward pass `number` weigh, which leave now.
+        """Return what the gradients of backward pass `number` weigh, and of those in `no_sync`
+        before it.
 
-        None stands for those at hand in a step without a pass. Losses of pass `number` that are yet
-        to come may not weigh.
+        They leave now, or this rank steps by them alone. None stands for those at hand in a step
+        without a pass. Losses of pass `number` that are yet to come may not weigh.
         """
-        if number is not None:
-            if number != self._counted:
-                self.count_pass(number)
-            self._left = number
+        if number is not None and number != self._counted:
+            self.count_pass(number)
         return self.take()
 
     def take(self) -> Accumulation:
@@ -259,21 +217,6 @@ class GradientWeights:
         All ranks call it with the same `unit`, between steps.
         """
         self.unit = ldexp(0.5, frexp(unit)[1]) if unit else self.unit
-
-
-def require_number(what: str, number: object) -> float:
-    """Return `number` as a float; raise `UsageError` if it is none, or lies on a GPU."""
-    if isinstance(number, Tensor) and number.numel() == 1 and number.device.type == "cpu":
-        number = number.item()
-    if isinstance(number, bool) or not isinstance(number, int | float | np.number):
-        raise UsageError(
-            f"{what} needs a number on the host and got {number!r:.60}: of a tensor on a GPU its"
-            " item()"
-        )
-    try:
-        return float(number)
-    except (OverflowError, TypeError) as error:  # of an int that is too large, of a complex number
-        raise UsageError(f"{what} needs a real number of float64 and got {number!r:.60}") from error
 
 
 def _require_weight(weight: object) -> float:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scales of `GradScaler` objects, which multiply gradients and must be equal on all ranks.
 
-A scaler is known if it was given to `attach`, or, where ranks train synchronously, once its `step`
-has stepped an optimizer. Ranks compare scales in the headers of the steps that follow, with the
-optimizers' settings. On the thread that trains; changes no scaler.
+A scaler is known if it was given to `attach`, or, where ranks train synchronously, once torch's
+`GradScaler.step` has stepped an optimizer; a subclass whose own `step` never calls that is to be
+given. Ranks compare scales in the headers of the steps that follow, with the optimizers' settings.
+On the thread that trains; changes no scaler.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ from commrt.buckets.riders import (
 )
 from commrt.errors import DisagreementError, UsageError
 from commrt.runtime.untraced import untraced
-from commrt.training.gradient_weights import GradientWeights, require_number
+from commrt.training.gradient_weights import GradientWeights
+from commrt.training.host_number import require_number
+from commrt.training.own_steps import OwnSteps
 
 NOTHING = np.zeros(0, SLOT)
 NO_NUMBERS: Mapping[str, float] = {}
@@ -126,15 +128,13 @@ class Riding:
         weighed = int(taken.weight is not None) if taken.passes else UNKNOWN
         return self._leave(taken.weight or 0.0, weighed, weights.unit, anyway=is_mixed)
 
-    def leave_with_period(
-        self, before: tuple[int, int, float], *, with_numbers: bool
-    ) -> tuple[float, Leaving]:
-        """Return what this rank's steps since `before` weigh, 1 if they do not, and what rides.
+    def leave_with_period(self, made: OwnSteps, *, with_numbers: bool) -> tuple[float, Leaving]:
+        """Return what the steps `made` in a period weigh, 1 if they do not, and what rides.
 
         Weights ride in any case, and all else `with_numbers`. Raises `UsageError` if only some
         steps were weighed.
         """
-        steps, weighed_steps, total = self.weights.seen.since(before)
+        steps, weighed_steps, total = made
         if weighed_steps not in (0, steps):
             raise UsageError(
                 f"replica.weigh() in {weighed_steps} of the {steps} steps of a period: call it for"
