@@ -82,6 +82,8 @@ COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {
 }
 """Schedules by collective and name: functions of the ranks, and of the root in `ROOTED`."""
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+SUMS = ("all_reduce", "reduce", "reduce_scatter")
+"""Collectives that combine; the others only move."""
 
 
 def by_name(name: str) -> Algorithm:

@@ -18,9 +18,9 @@ from transports import gloo, local, nccl, pairs_on_a_host, peers, shared, two_ho
 import commrt
 from commrt import Direct
 from commrt.algorithms import DoubleTree
-from commrt.algorithms.catalogue import ALGORITHMS, by_name, candidates
+from commrt.algorithms.catalogue import ALGORITHMS, SUMS, by_name, candidates
 from commrt.errors import UsageError
-from commrt.pricing.forced import SUMS, parse_forced
+from commrt.pricing.forced import parse_forced
 from commrt.proof import order_of_additions
 from commrt.schedule import ADD, MIX, Schedule, Step
 from commrt.testing.ranks import run_ranks

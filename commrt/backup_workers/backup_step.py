@@ -159,14 +159,14 @@ class BackupStep:
         return report, outcome
 
     def _outcome(self, result: Future[StepOutcome]) -> StepOutcome:
-        """Wait for `result`; meanwhile look whether the reduction waits for a rank that stopped."""
+        """Wait for `result`; call all ranks if the reduction may wait for one that stopped."""
         while True:
             try:
                 return result.result(CALL_LOOK_S)
             except TimeoutError:
                 if result.done():  # the step itself ended with this error, or just now
                     return result.result()
-            self._exchange.stalls.look()
+            self._exchange.stalls.call_if_stalled()
 
     def drop(self) -> None:
         """Set all gradients to zero, and use nothing of them."""

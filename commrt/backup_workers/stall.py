@@ -32,7 +32,8 @@ class StallWatch:
     """Watches the reductions of one model.
 
     `begin` and `end` run on the communication thread, which alone writes the fields here, and waits
-    in a reduction in between. `look` runs on the training thread, which waits for the step then.
+    in a reduction in between. `call_if_stalled` runs on the training thread, which waits for the
+    step then.
     """
 
     def __init__(self, membership: ElasticMembership) -> None:
@@ -53,7 +54,7 @@ class StallWatch:
         self._latest = _Reduction(generation, Deadline(self._patience_s))
         self._is_running = True
 
-    def look(self) -> None:
+    def call_if_stalled(self) -> None:
         """Call all ranks to a roll call if the reduction takes too long."""
         latest = self._latest
         if latest is None or latest.is_called or not self._is_running:

@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from commrt.algorithms.arguments import require_root
-from commrt.algorithms.catalogue import ROOTED
+from commrt.algorithms.catalogue import ROOTED, SUMS
 from commrt.c10d.call import Call, Kind
 from commrt.c10d.call_layout import Layout, exchange_places, places
 from commrt.c10d.call_options import option
 from commrt.c10d.rows import memory_of, require_alike, require_places, row_of, text_of
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
-from commrt.pricing.forced import SUMS
 from commrt.pricing.slices import slots_of
 
 _OPS: Any = ReduceOp.RedOpType  # torch's stub lists no members

@@ -159,7 +159,7 @@ class Barrier:
         roster = self._member.roster
         number = self._member.collective
         head = roster.known
-        if head.collective < number:  # another thread has read it, earlier
+        if head.collective < number:  # an older answer came last, to another thread
             head = roster.head()
         while head.collective == number and head.phase != OPEN:
             head = roster.change(head, head._replace(phase=OPEN))

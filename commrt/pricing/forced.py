@@ -6,12 +6,9 @@ Pure functions of text, which need no torch and do not read the environment.
 
 from __future__ import annotations
 
-from commrt.algorithms.catalogue import COLLECTIVES, candidates
+from commrt.algorithms.catalogue import COLLECTIVES, SUMS, candidates
 from commrt.errors import UsageError
 from commrt.schedule import Schedule
-
-SUMS = ("all_reduce", "reduce", "reduce_scatter")
-"""Collectives that combine; the others only move."""
 
 
 def require_candidate(collective: str, name: str, ranks: int, root: int = 0) -> Schedule:
