@@ -213,7 +213,7 @@ class Methods:
 
     @collective("send")
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803  # torch's name
-        """Send a tensor to `dstRank`; tags are for CPU tensors only."""
+        """Send a tensor to `dstRank`; tags, below 2^31 - 1, are for CPU tensors only."""
         return self._post(tensors, dstRank, tag, is_send=True)
 
     @collective("recv")
