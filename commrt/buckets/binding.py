@@ -18,7 +18,8 @@ from commrt.program import Program, member_program
 from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind, scratch_numel
 from commrt.runtime.generation import Members
 from commrt.runtime.reading import bind_reading
-from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
+from commrt.runtime.wire import QuantizedWire
+from commrt.runtime.wire_carrier import ValuesOnWire, carrier_of
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.transport.protocol import Window

@@ -32,7 +32,8 @@ from commrt.runtime.executor import RunnableProgram
 from commrt.runtime.generation import Members
 from commrt.runtime.prepared import Prepared
 from commrt.runtime.schedules import schedule_of
-from commrt.runtime.wire import QuantizedWire, StepQuantizer, carrier_of
+from commrt.runtime.wire import QuantizedWire
+from commrt.runtime.wire_carrier import StepQuantizer, carrier_of
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.threads.future import Future

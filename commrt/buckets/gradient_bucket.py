@@ -18,10 +18,12 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from commrt.buckets.dtypes import gradient_dtype
 from commrt.buckets.header import BITS, EXPLANATIONS, WEIGHED_AT, Header, encode, explain_mismatch
 from commrt.buckets.overlap_check import OverlapCheck
 from commrt.buckets.riders import Leaving, Riders
-from commrt.buckets.tensors import Named, TensorKind, bucket_description, gradient_dtype
+from commrt.buckets.tensor_kind import TensorKind, bucket_description
+from commrt.buckets.tensors import Named
 from commrt.buckets.weight_watch import WeightWatch
 from commrt.buckets.weights_that_ride import total_weight
 from commrt.errors import DisagreementError, UsageError

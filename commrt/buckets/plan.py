@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from commrt.buckets.dtypes import gradient_dtype, wire_dtype
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.overlap_check import OverlapCheck
 from commrt.buckets.riders import Riders, riding_numel
-from commrt.buckets.tensors import Named, gradient_dtype, wire_dtype
+from commrt.buckets.tensors import Named
 from commrt.kernels.layout import layout_of
 from commrt.runtime.wire import AnyWire, is_quantized
 from commrt.transport.protocol import Allocate, zeros

@@ -13,11 +13,10 @@ from torch import Tensor
 from commrt.algorithms import tree
 from commrt.buckets.span import Span
 from commrt.program import member_program
-from commrt.runtime.executor import BoundProgram, bind
+from commrt.runtime.executor import BoundProgram, bind, cut
 from commrt.runtime.generation import Members
 from commrt.runtime.prepared import Prepared
 from commrt.runtime.reading import bind_reading
-from commrt.runtime.schedules import cut
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.transport.protocol import Tag, Window

@@ -14,8 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from commrt.buckets.changed_model import MODEL_CHANGED, REPLACED
 from commrt.buckets.digest import in_memory_order
-from commrt.buckets.tensors import MODEL_CHANGED, REPLACED, TensorKind, TensorSlot
+from commrt.buckets.tensor_kind import TensorKind
+from commrt.buckets.tensors import TensorSlot
 from commrt.errors import UsageError
 
 MOST_LOOKED_AT = 256  # values of each tensor, evenly spaced

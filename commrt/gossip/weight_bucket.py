@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.digest import Digest
+from commrt.buckets.dtypes import wire_dtype
 from commrt.buckets.header import Header, encode
 from commrt.buckets.riders import SLOT, Riders, riding_numel
 from commrt.buckets.span import Span
-from commrt.buckets.tensors import TensorKind, TensorSlot, bucket_description, wire_dtype
+from commrt.buckets.tensor_kind import TensorKind, bucket_description
+from commrt.buckets.tensors import TensorSlot
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing

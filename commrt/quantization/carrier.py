@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runtime calls for a wire of few bits: the functions of a `Carrier`.
 
-See `commrt.runtime.wire`; the third one, `bind_values`, is that of `quantized_program`. These write
-nothing and keep no state, so any thread may call them.
+See `commrt.runtime.wire_carrier`; the third one, `bind_values`, is that of `quantized_program`.
+These write nothing and keep no state, so any thread may call them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from commrt.kernels.quantize_dispatch import adding_quantized, dequantizing, qua
 from commrt.program import Hop, Program, chunk_bounds
 from commrt.quantizer import Quantizer
 from commrt.runtime.executor import BoundProgram, RunnableProgram, only_reads
-from commrt.runtime.wire import ValuesOnWire
+from commrt.runtime.wire_carrier import ValuesOnWire
 from commrt.schedule import ADD, COPY
 from commrt.threads.recording import Recorder, within_range
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport

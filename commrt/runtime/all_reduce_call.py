@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call of World.all_reduce: whether it can work, and what of it must be equal on all ranks.
 
-Pure checks on the calling thread; other ways to sum refuse by the same (`check_all_reduce`,
-`is_expanded`).
+Pure checks on the calling thread; only a quantized wire's module may be imported here. Other ways
+to sum refuse by the same (`check_all_reduce`, `is_expanded`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.options import require_compatible
 from commrt.runtime.tags import check_tag
-from commrt.runtime.wire import (
-    AnyWire,
-    carrier_of,
-    check_wire,
-    is_quantized,
-    travels_as,
-)
+from commrt.runtime.wire import AnyWire, check_wire, is_quantized, travels_as
+from commrt.runtime.wire_carrier import carrier_of
 from commrt.transport.protocol import Tag
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks compare what they are about to do; those who differ learn it before anything moves.
 
-Claims travel as an all-reduce of bytes: each rank writes its own row of zeros. Nothing is kept, and
-nothing of a world changes.
+They compare texts, which travel as an all-reduce of bytes: each rank writes its own row of zeros.
+Nothing is kept, and nothing of a world changes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import NamedTuple
 import torch
 
 from commrt.algorithms import tree
-from commrt.errors import (
-    DisagreementError,
-)
+from commrt.errors import DisagreementError
 from commrt.program import member_program
 from commrt.runtime.executor import bind
 from commrt.runtime.generation import Members
@@ -30,11 +28,11 @@ from commrt.threads.comm_thread import RecoveredError
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import Tag
 
-CLAIM_NBYTES = 128
-"""Room for a digest, a number and the name of a dtype."""
+TEXT_NBYTES = 128
+"""Room for a digest, a number and the name of a dtype or wire (`wire_text`), or for a summary."""
 
 SUMMARY = re.compile(r"[0-9a-f]{64} ([0-9]{1,9}) bytes")
-"""Sent in place of a longer claim: its SHA-256 digest and its size."""
+"""Sent at first in place of what `agree` compares: its SHA-256 digest and its size."""
 
 ODD = 1
 """One byte more in each message.
@@ -50,6 +48,7 @@ class Claim(NamedTuple):
 
     ranks: Members
     text: str
+    """At most `TEXT_NBYTES`."""
 
 
 class ConsistencyCheck:
@@ -83,55 +82,56 @@ class ConsistencyCheck:
                 " number of ranks, and fields that are equal on every rank"
             )
 
-    def agree(self, membership: Membership, topic: str, claim: Mapping[str, str]) -> None:
-        """Return once all members made the same `claim`; raise `DisagreementError` on all."""
-        text = json.dumps({TOPIC: topic, **claim}, sort_keys=True)
+    def agree(self, membership: Membership, topic: str, fields: Mapping[str, str]) -> None:
+        """Return once all members came with the same; raise `DisagreementError` on all."""
+        text = json.dumps({TOPIC: topic, **fields}, sort_keys=True)
         tag = Tag(0, topic)
-        claims = membership.together(
+        texts = membership.together(
             lambda: membership.submit(
-                lambda: self._claims_now(membership.ranks, tag, text)
+                lambda: self._differing_texts_now(membership.ranks, tag, text)
             ).result()
         )
         if error := find_disagreement(
-            topic, {rank: _parse_claim(text) for rank, text in claims.items()}
+            topic, {rank: _parse_fields(text) for rank, text in texts.items()}
         ):
             raise error
 
-    def _claims_now(self, members: Sequence[int], tag: Tag, claim: str) -> dict[int, str]:
-        """Return the first claim and the first that differs; of another call, its message.
+    def _differing_texts_now(self, members: Sequence[int], tag: Tag, own: str) -> dict[int, str]:
+        """Return the text of the first member, and of one that differs, if any; this rank has
+        `own`.
 
-        All send summaries of equal size. If two differ, those two ranks send their claims.
+        All send summaries of equal size. If two differ, those two ranks send their texts. A rank
+        that compares something else instead has sent what that is, and comes no more. Then `own`
+        stands for the other of the two, as both do what this rank does.
         """
-        data = claim.encode()
-        texts = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
+        data = own.encode()
+        sent = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
         first = members[0]
-        other = next((rank for rank in members if texts[rank] != texts[first]), first)
+        other = next((rank for rank in members if sent[rank] != sent[first]), first)
         if other == first:
-            return {first: texts[first]}
-        summaries = {rank: SUMMARY.fullmatch(text) for rank, text in texts.items()}
-        if None in summaries.values():  # a rank compares something else, and sends no claim next
-            texts = {
-                rank: text if summaries[rank] is None else claim for rank, text in texts.items()
-            }
-        else:
+            return {first: sent[first]}
+        summaries = {rank: SUMMARY.fullmatch(text) for rank, text in sent.items()}
+        if None not in summaries.values():
             longest = max(int(each[1]) for each in summaries.values() if each)
-            texts = self._gather(claim, members, tag, (first, other), longest)
-        return {first: texts[first], other: texts[other]}
+            return self._gather(own, members, tag, (first, other), longest)
+        if summaries[first] is not None:
+            other = next(rank for rank in members if summaries[rank] is None)
+        return {rank: sent[rank] if summaries[rank] is None else own for rank in (first, other)}
 
     def _gather(
         self,
-        claim: str,
+        text: str,
         ranks: Sequence[int],
         tag: Tag = COMPARISON,
         writers: Sequence[int] = (),
-        row_nbytes: int = CLAIM_NBYTES,
+        row_nbytes: int = TEXT_NBYTES,
     ) -> dict[int, str]:
-        """Return what each of `writers`, by default all `ranks`, claims; all `ranks` come."""
+        """Return the `text` of each of `writers`, by default of all `ranks`; all `ranks` come."""
         writers = writers or ranks
         message = torch.zeros(len(writers) * row_nbytes + ODD, dtype=torch.uint8, device="cpu")
         rows = dict(zip(writers, message[:-ODD].view(-1, row_nbytes), strict=True))
         if self._transport.rank in rows:
-            data = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
+            data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
             rows[self._transport.rank][: len(data)] = data
         mine = member_program(
             _undivided_all_reduce(len(ranks)), ranks, self._transport.rank, self._transport.places
@@ -148,23 +148,23 @@ def _undivided_all_reduce(ranks: int) -> Schedule:
     return tree.reduce(ranks).then(tree.broadcast(ranks), "comparison")
 
 
-def _difference(claims: Mapping[int, str]) -> str | None:
+def _difference(texts: Mapping[int, str]) -> str | None:
     """Return which rank first differs from the first one, and in what; None if all are equal."""
-    (first, expected), *others = claims.items()
-    for rank, claim in others:
-        if claim != expected:
+    (first, expected), *others = texts.items()
+    for rank, text in others:
+        if text != expected:
             pairs = zip(
-                ("schedule", "numel", "dtype"), claim.split(), expected.split(), strict=False
+                ("schedule", "numel", "dtype"), text.split(), expected.split(), strict=False
             )
             what, ours, theirs = next(
-                (pair for pair in pairs if pair[1] != pair[2]), ("the call", claim, expected)
+                (pair for pair in pairs if pair[1] != pair[2]), ("the call", text, expected)
             )
             return f"rank {rank} disagrees with rank {first} about {what}: {ours} against {theirs}"
     return None
 
 
-def _parse_claim(text: str) -> dict[str, str]:
-    """Return the fields of a claim of `agree`; the whole text as its topic if it is none."""
+def _parse_fields(text: str) -> dict[str, str]:
+    """Return the fields in a text of `agree`; another text as a topic."""
     try:
         return {name: str(value) for name, value in json.loads(text).items()}
     except (ValueError, AttributeError):

@@ -25,7 +25,7 @@ from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Hop, Program, Transfer, chunk_bounds
-from commrt.schedule import ADD, COPY, Combine
+from commrt.schedule import ADD, COPY, Combine, Schedule
 from commrt.threads.recording import Recorder, within_range
 from commrt.threads.streams import HOST, StreamEvent, Streams
 from commrt.transport.protocol import (
@@ -198,6 +198,13 @@ def bind(
     beside = streams if streams is not None and streams.queues and waits.overlap else None
     return BoundProgram(
         tuple(hops), binder.nbytes_sent, P2PGroup(binder.sends, binder.recvs), beside, landings
+    )
+
+
+def cut(schedule: Schedule, row: Tensor) -> list[int]:
+    """Return `bounds` for `bind`: chunks of `row` that are equal if it divides."""
+    return chunk_bounds(
+        row.numel(), schedule.chunks, granule=GRANULE if row.numel() % schedule.chunks else 1
     )
 
 

@@ -16,9 +16,9 @@ from commrt.kernels.plain_torch import mix_into, reduce_into
 from commrt.program import member_program
 from commrt.proof.replay import ends_alike
 from commrt.runtime.comparison import Claim
-from commrt.runtime.executor import BoundProgram, Scratch, bind
+from commrt.runtime.executor import BoundProgram, Scratch, bind, cut
 from commrt.runtime.prepared import HasMembership, Prepared
-from commrt.runtime.schedules import SCHEDULES_KEPT, cut, traits_of
+from commrt.runtime.schedule_traits import SCHEDULES_KEPT, traits_of
 from commrt.runtime.tags import check_tag
 from commrt.schedule import ADD, MIX, Schedule
 from commrt.threads.comm_thread import RecoveredError

@@ -32,17 +32,17 @@ from commrt.runtime.comparison import Claim
 from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind
 from commrt.runtime.generation import Members
 from commrt.runtime.prepared import KEPT, HasMembership, Prepared
-from commrt.runtime.schedules import schedule_of, traits_of
+from commrt.runtime.schedule_traits import traits_of
+from commrt.runtime.schedules import schedule_of
 from commrt.runtime.sliced_sum import SlicedSum, bind_slices, slice_numel, travels_in_slices
 from commrt.runtime.wire import (
     AnyWire,
     QuantizedWire,
-    ValuesOnWire,
     buffer_dtype,
-    carrier_of,
     is_quantized,
     wire_text,
 )
+from commrt.runtime.wire_carrier import ValuesOnWire, carrier_of
 from commrt.schedule import Schedule
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.recording import Fact, within_range

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels for values: a dtype, or a quantized wire, which names the module that carries it.
 
-Pure checks and choices, for any thread, and the protocols of what stands above; no wire is named.
+Pure checks and choices, for any thread. See `wire_carrier` for what such a module offers.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
-from typing import ClassVar, NamedTuple, Protocol, TypeGuard, cast
+from typing import ClassVar, Protocol, TypeGuard, cast
 
 import torch
-from torch import Tensor
 
 from commrt.errors import UsageError
-from commrt.program import Program
-from commrt.runtime.executor import BoundProgram, RunnableProgram
-from commrt.transport.protocol import Transport
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that may travel in place of wider ones."""
@@ -43,70 +37,9 @@ class QuantizedWire(Protocol):
 AnyWire = torch.dtype | QuantizedWire
 
 
-class ValuesOnWire(NamedTuple):
-    """A wire buffer whose values are quantized when they travel."""
-
-    head: BoundProgram
-    """Carries the beginning of the buffer, which travels as it is."""
-    values: Tensor
-    """fp32 [numel]"""
-    residual: Tensor | None
-    """fp32 [numel], for wires with feedback."""
-
-
-class StepQuantizer(Protocol):
-    """Chooses the quantizer of each step.
-
-    `choose` and `note` are for the thread that averages, `norm` and `resume` for checkpoints, with
-    nothing in flight.
-    """
-
-    norm: float | None
-    """Norm of the latest average, which a checkpoint keeps."""
-
-    def choose(self, step: int) -> QuantizedWire:
-        """Return the quantizer of `step`, after all of the step before was averaged."""
-
-    def note(self, average: Tensor) -> None:
-        """Look at a bucket's `average`, fp32 [numel], of the step that runs."""
-
-    def resume(self, norm: float | None) -> None:
-        """Go on after a step whose average had this `norm`."""
-
-
-class Carrier(Protocol):
-    """The module of a quantized wire."""
-
-    def step_quantizer(self, wire: QuantizedWire) -> StepQuantizer:
-        """Return what chooses the quantizer of each step."""
-
-    def check_residual(self, wire: QuantizedWire, residual: Tensor | None, tensor: Tensor) -> None:
-        """Raise `UsageError` unless `tensor` has a residual exactly where there is feedback."""
-
-    def bind_values(
-        self,
-        program: Program,
-        quantizer: QuantizedWire,
-        buffers: Sequence[ValuesOnWire],
-        transport: Transport,
-        allocate: Callable[[str, int], Tensor],
-        calls: Iterator[int] = ...,
-    ) -> Sequence[RunnableProgram]:
-        """Return, for each buffer, a program that runs its head and carries its values quantized.
-
-        `allocate` makes [nbytes] for a use; the buffers share it, as they travel one at a time.
-        `calls` numbers the runs where tags come again.
-        """
-
-
 def is_quantized(wire: object) -> TypeGuard[QuantizedWire]:
     """Return True for a wire that is no dtype."""
     return isinstance(getattr(wire, "carried_by", None), str) and not isinstance(wire, type)
-
-
-def carrier_of(wire: QuantizedWire) -> Carrier:
-    """Return the module that carries `wire`; imports it."""
-    return cast("Carrier", import_module(wire.carried_by))
 
 
 def check_wire(wire: AnyWire | None) -> None:
@@ -134,5 +67,7 @@ def buffer_dtype(travels: AnyWire) -> torch.dtype:
 
 
 def wire_text(wire: AnyWire) -> str:
-    """Return `wire` as a short text that ranks compare."""
-    return f"{wire} {zlib.crc32(repr(wire).encode()):08x}" if is_quantized(wire) else str(wire)
+    """Return `wire` as a short text that ranks compare; it need not tell a wire's whole name."""
+    if not is_quantized(wire):
+        return str(wire)
+    return f"{wire!s:.32} {zlib.crc32(repr(wire).encode()):08x}"

@@ -24,13 +24,12 @@ from commrt.runtime.all_reduce_call import check_all_reduce_call
 from commrt.runtime.comparison import ConsistencyCheck
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.ending import Ending
-from commrt.runtime.executor import bind
+from commrt.runtime.executor import bind, cut
 from commrt.runtime.generation import Generation, Loss
 from commrt.runtime.gpu_connection import connect_world, default_device
 from commrt.runtime.membership import REFUSALS, Begin, Membership, RunNow
 from commrt.runtime.model_hooks import NO_HOOKS
 from commrt.runtime.prepared_runs import PreparedRuns, check_run
-from commrt.runtime.schedules import cut
 from commrt.runtime.sums import Sums
 from commrt.runtime.tags import UNNAMED
 from commrt.runtime.untraced import untraced

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from commrt.buckets.tensors import MODEL_CHANGED
+from commrt.buckets.changed_model import MODEL_CHANGED
 from commrt.errors import UsageError
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

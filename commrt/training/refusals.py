@@ -18,7 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from commrt.algorithm import Algorithm
-from commrt.buckets.tensors import Named, gradient_dtype, wire_dtype
+from commrt.buckets.dtypes import gradient_dtype, wire_dtype
+from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
 from commrt.runtime.all_reduce_call import is_expanded
 from commrt.runtime.wire import AnyWire, check_wire
