@@ -140,16 +140,17 @@ def test_a_gradient_that_only_another_rank_has_appears_in_what_travels(connect):
         model = seeded(Branches)
         model.uses_branch = world.rank == 1
         replica = attached(world, model)
-        for step in range(2):
-            model.zero_grad()
+        for step in range(2):  # the first one rebuilds the buckets
             backward(model, world.rank, step)
+            point_elsewhere(model.somebody)
+            model.zero_grad()
+        backward(model, world.rank, 2)
         assert model.nobody.weight.grad is None
         assert memory([model.somebody.weight.grad]) <= memory(bucket.wire for bucket in replica.buckets)
         return model.somebody.weight.grad.clone()
 
     first, *others = run_ranks(3, body, connect=connect)
-    assert all(torch.equal(each, first) for each in others)
-    assert first.abs().sum() > 0
+    assert all(torch.equal(each, first) and each.any() for each in others)
 
 
 def exchange(first, second):
@@ -188,8 +189,7 @@ def test_a_graph_that_saved_a_gradient_cannot_be_differentiated_after_the_next_s
 
 @on_ranks(2)
 def test_a_graph_of_gradients_is_refused(world):
-    model = net()
-    attached(world, model)
+    attached(world, model := net())
     x, y = data(world.rank)
     with pytest.raises(UsageError, match="create_graph=True"):
         cross_entropy(model(x), y).backward(create_graph=True)

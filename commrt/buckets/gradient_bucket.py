@@ -51,12 +51,17 @@ version_of = attrgetter("_version")
 class GradientBucket:
     """Parameters whose gradients travel together in the buffer `wire`.
 
-    In each step the thread that trains calls `take` and at the end `assign_missing`. In between the
-    communication thread, or the one that trains in its place, calls `pack`, `weigh` and `unpack`,
-    or a device graph does their work between `prepare_replay` and `finish_replay`. Nobody else may
-    touch the gradients meanwhile: all of these raise `UsageError` if somebody did. So the bucket
-    has one thread at a time, and its fields need no lock. Backup workers that lose a rank make new
-    buckets, and `take` again, on the communication thread.
+    The bucket has one thread at a time, so its fields need no lock. In each step:
+
+    1. The thread that trains calls `take`, or that of its backward pass.
+    2. The communication thread, or the one that trains in its place, calls `pack`, `weigh` and
+       `unpack`; or a device graph does their work between `prepare_replay` and `finish_replay`.
+    3. When that is done, the thread that trains calls `assign_missing`. Local SGD, whose gradients
+       are no ``param.grad`` of the model, calls `unpack` and `release` there instead.
+
+    Nobody else may touch the gradients from the first to the last, or a later one of these calls
+    raises `UsageError`. Backup workers that lose a rank make new buckets, and `take` again, on the
+    communication thread; a step that they drop ends by `release`.
 
     What it writes of others: gradients, ``param.grad``, its riders, and the overlap check that all
     buckets of a model share. `ViewBucket`, the only subclass, uses private parts, as it says.

@@ -34,23 +34,30 @@ class ViewBucket(GradientBucket):
     each is there, while it is in the processor's cache. Small ones move together when the bucket
     leaves. Where Triton packs, one launch does it for all.
 
-    `move_in` is called on the thread of the backward pass, before `take`; it sets ``param.grad``,
-    as `assign_missing` does with what `_settle` has left in `_made`. Of `GradientBucket` this
-    writes `_made` and `_scale`, and replaces how gradients are compared
-    (`_require_fits`, `_require_fit`) and where missing ones lie (`_memory_for`). It reads what the
-    constructor and `take` have set there.
+    Threads are those of `GradientBucket`, and before `take` the thread of the backward pass calls
+    `move_in`. Each hands all on to the next one, with the originals and what has moved in:
+    `move_in`, `take`, `pack`, `unpack` or `finish_replay`, then `assign_missing` and `release`.
+
+    Gradients themselves are set by `move_in` (``param.grad``), and at the end by `assign_missing`,
+    to what `_settle` has left in `_made`.
+
+    Replaces of its parent, beside public methods: `_require_fits`, which `take` calls,
+    `_require_fit`, and `_memory_for`, which `_make_missing` calls. Writes there `_made` and
+    `_scale`, and reads what the constructor and `take` have set.
     """
 
     unpacks_wire = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        # what ``param.grad`` is, by place; only `_ensure_original` makes one anew
         # .data: an original counts its own writes, and is no view that autograd treats specially
         self._originals = [view.data for view in self._views()]
         self._addresses = [original.data_ptr() for original in self._originals]
         self._places = {name: place for place, name in enumerate(self.names)}
         self._moved_scale = 1.0  # of what has moved in
-        # by place, how often the original was written to by the end of `move_in`
+        # by place, how often the original was written to by the end of `move_in`; `release` empties
+        # it
         self._moved: dict[int, int] = {}
         # None where Triton packs
         self._torch_packing = self._packing if isinstance(self._packing, TorchPacking) else None
@@ -62,8 +69,8 @@ class ViewBucket(GradientBucket):
         return views_of(self.wire, self.layout, self._like)
 
     def _ensure_original(self, place: int) -> Tensor:
-        """Return the original at `place`; make it anew where ``grad.data = ...`` or `Module.to` let
-        it point elsewhere.
+        """Make the original at `place` anew if ``grad.data = ...`` or `Module.to` let it point
+        elsewhere; return it.
         """
         original = self._originals[place]
         is_there = original.data_ptr() == self._addresses[place]
@@ -85,16 +92,16 @@ class ViewBucket(GradientBucket):
         original = self._ensure_original(place)
         if self._torch_packing is None or not self.moves_in or grad is None:
             return
-        self._require_movable(place, grad)
+        self._require_movable(place, grad, original)
         self._torch_packing.pack_one(place, grad, scale)
         self._moved_scale = scale
         if grad is not original:
             self.params[place][1].grad = original
         self._moved[place] = original._version  # noqa: SLF001  # nothing else tells
 
-    def _require_movable(self, place: int, grad: Tensor) -> None:
-        """Raise `UsageError` for a gradient that cannot be copied to its place."""
-        if grad is not self._ensure_original(place):
+    def _require_movable(self, place: int, grad: Tensor, original: Tensor) -> None:
+        """Raise `UsageError` for a gradient that cannot be copied to its place, the `original`."""
+        if grad is not original:
             super()._require_fit(place, grad)
             if grad.requires_grad:
                 raise UsageError(GRAPH.format(name=self.names[place]))
@@ -125,11 +132,15 @@ class ViewBucket(GradientBucket):
         )
 
     def _require_fit(self, place: int, grad: Tensor) -> None:
-        """See `GradientBucket`; one that has moved in must be untouched since then."""
+        """See `GradientBucket`; one that has moved in must be untouched since then.
+
+        The original is made anew before, where that is needed.
+        """
+        original = self._ensure_original(place)
         moved = self._moved.get(place)
         if moved is None:
-            self._require_movable(place, grad)
-        elif grad is not self._ensure_original(place) or grad._version != moved:  # noqa: SLF001
+            self._require_movable(place, grad, original)
+        elif grad is not original or grad._version != moved:  # noqa: SLF001
             raise UsageError(CHANGED.format(name=self.names[place]))
 
     def pack(self, scale: float) -> None:
@@ -182,7 +193,7 @@ class ViewBucket(GradientBucket):
             self.wire[self.head_numel :].mul_(self.factor)
 
     def _memory_for(self, place: int) -> Tensor:
-        return self._originals[place]
+        return self._ensure_original(place)
 
     def release(self) -> None:
         """See `GradientBucket.release`; graphs that saved earlier gradients now refuse to be

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who the ranks of a world are, and what each says to the others when it comes, waits or leaves.
+"""Who the ranks of a world are, and what a world asks where a rank may be lost.
 
-Here the ranks stay the same, so there is little to say; `commrt.elastic` has a membership that goes
-on without lost ranks. Nothing here sends or compares values.
+`Membership` is of ranks that stay the same, so most of its answers are trivial, and nobody is told
+anything. It is the interface, too, of the one in `commrt.elastic`, which goes on without lost
+ranks. It also says which errors may mean that one is lost. Nothing here sends, compares values, or
+writes to a world.
 """
 
 from __future__ import annotations
@@ -40,15 +42,29 @@ REFUSALS = (UsageError, DisagreementError, ScheduleError)
 class Membership:
     """The members of one generation of a world, for as long as it lives: a lost rank ends it.
 
+    What `ElasticMembership` does in place of the methods here:
+
+    - `submit`: also moves to a new generation if the task loses a rank, and raises that loss;
+    - `together`, `begin_call`, `collective`: lets the members meet on the store and vote, and does
+      the work again among those that are left. `begin_call` works on a copy, and waits;
+    - `outwait`, `require_none_behind`: looks meanwhile whether others are in a collective;
+    - `recover`: forms the next generation. `any_gone`: asks who is lost. `restart_at_step`: tells
+      what keeps the generation for the store, too;
+    - `depart`, `end_membership`, `wait_for_all_closed`, `close`: tells the others, stays for them,
+      and lets go of its connection to the store. Here all of them do nothing.
+
+    Steps (`start_no_earlier`, `submit_step`, `go_on_at_step`, `takes_part`) are counted alike in
+    both: they say in which step a generation may start.
+
     On the communication thread: `takes_part`, `recover`, and `start_no_earlier` while it exchanges.
     On any thread: `submit`, `depart`, and reading the attributes. On the training thread: the
-    others.
+    others. `end_membership`, `wait_for_all_closed` and `close` on the one that closes the world.
     """
 
     is_elastic = False
     """True if a lost rank does not end this world; the same on all ranks."""
     needed = 0
-    """So many ranks make a step of backup workers; 0 without them."""
+    """A step of backup workers needs so many ranks; 0 where all members make each step."""
 
     def __init__(
         self, generation: Generation, comm_thread: CommThread, before: Membership | None = None
@@ -79,6 +95,7 @@ class Membership:
         """
 
     def _use(self, generation: Generation) -> None:
+        """Set the attributes of the generation; `restart_at_step` alone writes it, too."""
         self.generation = generation
         self.number = generation.number
         self.ranks = generation.ranks
@@ -91,9 +108,11 @@ class Membership:
     def begin_call(
         self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool
     ) -> Future[Any] | None:
-        """Let what `begin` returns overwrite `tensor` and `residual`; return None if that is done.
+        """Begin what `begin` returns, on `tensor`, and return its future; None if it is done.
 
-        All members do so, in a `collective`. If possible the training thread does it `at_once`.
+        All members do so, in a `collective`. `at_once`: the calling thread does it, unless others
+        are on their way. It overwrites `tensor` and the call's `residual`, of which only a
+        membership that may do it again needs to know here.
         """
         run_now = begin()
         comm_thread = self._comm_thread
@@ -134,7 +153,10 @@ class Membership:
         self._submitted_steps = step
 
     def restart_at_step(self, step: int) -> None:
-        """Restart at `step` of a checkpoint, which all ranks have loaded."""
+        """Restart at `step` of a checkpoint, which all ranks have loaded; with nothing in flight.
+
+        The members of the `generation` take part from the first step on.
+        """
         self.go_on_at_step(step)
         self.generation = self.generation._replace(start=0)
 
