@@ -38,6 +38,10 @@ class AveragingEngine(Engine):
     communication thread, or what runs in its place, as in `Engine`. What is called ``submit...``
     hands work to that thread and returns at once. On a CPU `submit` for a caller that `waits`, and
     `submit_broadcast`, do the work at once themselves, unless other work is on its way.
+
+    Replaces of its parent, beside `forget`: `_prove`, which `require_proven` calls on any thread,
+    `_prepare`, `_carry` and `_keep_own`, which `reduce_now` calls. There it uses `_prepared`, and
+    `_factor`, which `_keep_own` writes.
     """
 
     unpacks = True

@@ -57,6 +57,7 @@ class Engine:
     workers replace buckets on the communication thread, while the other one waits.
 
     What it writes of others: of its buckets the wires, residuals, riders, `weight` and `factor`.
+    `AveragingEngine`, the only subclass, uses private parts, as it says.
     """
 
     unpacks = False

@@ -2,7 +2,8 @@
 """How a world ends, and in which order: by `close`, by an error, or with its process.
 
 It reports to the other ranks through the store, then ends the transport, on whichever thread finds
-the error. Nothing here is collective.
+the error. Nothing here is collective. As it is imported it asks Python to say when the process
+begins to end (`_process_ends`).
 """
 
 from __future__ import annotations

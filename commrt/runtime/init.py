@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`init`: a process joins its world by a running group, a launcher's variables, or alone.
 
-It keeps the current world of the process, closes it at exit, and forgets it in a forked child. For
-one thread at a time: what is kept here is written by `init`, and in the child.
+It keeps the current world of the process, closes it at exit, and forgets it in a forked child; on
+the store it leaves where ranks that come later reach the others. For one thread at a time: what is
+kept here is written by `init`, and in the child.
 """
 
 from __future__ import annotations

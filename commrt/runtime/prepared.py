@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared exchanges: proven, compared by ranks and bound to memory when new, then only run."""
+"""Prepared exchanges: proven, compared by ranks and bound to memory when new, then only run.
+
+Here they are found, kept and forgotten; their users do the rest. See `Prepared` for threads.
+"""
 
 from __future__ import annotations
 

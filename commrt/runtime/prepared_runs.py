@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of World.run: checked, compared once, bound to their buffers, and then only run."""
+"""The programs of World.run: checked, compared once, bound to their buffers, and then only run.
+
+They write the callers' buffers, and scratch memory of their own. See `PreparedRuns` for threads.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sums of `World.all_reduce`: prepared when a call is new, then only run.
 
-Gradients go by `commrt.buckets.engine`. Sums travel one at a time, so all share one wire buffer, as
-large as the largest tensor so far.
+They write the callers' tensors and residuals; see `Sums` for threads. Gradients go by
+`commrt.buckets.engine`. Sums travel one at a time, so all share one wire buffer, as large as the
+largest tensor so far.
 """
 
 from __future__ import annotations
