@@ -509,15 +509,10 @@ def test_a_watch_compares_the_anchors_of_local_sgd(world):
     for step in range(5):
         loss_of(model, *batch(world.rank, step, 0)).backward()
         optimizer.step()
-    if world.rank:
-        replica._fragments[0].anchors[0].mul_(1.001)
-
-    def end_period():
-        loss_of(model, *batch(world.rank, 5, 0)).backward()
-        optimizer.step()
-
+    replica._fragments[0].anchors[0].mul_(1 + 0.001 * world.rank)
+    loss_of(model, *batch(world.rank, 5, 0)).backward()
     with pytest.raises(DisagreementError, match="held different weights"):
-        end_period()
+        optimizer.step()
 
 
 @for_each("algorithm", [commrt.Torus2D(), LocalSGD(2)])
@@ -568,6 +563,12 @@ def test_local_sgd_forgets_a_step_that_was_left_out_and_keeps_one_of_held_back_p
     optimizer.step()
     replica.consolidate()
     assert model.weight.item() == 11 / 4 + 1.5
+    for weight in (1 + 999 * world.rank, 1):
+        replica.overwrite_with_first()  # begins anew: what rank 1 had learned is gone, and weighs nothing
+        backward(weight)
+        optimizer.step()
+    replica.consolidate()
+    assert model.weight.item() == 11 / 4 + 1.5 + 1 + 1.5
 
 
 TENSORS = [

@@ -193,6 +193,7 @@ class LocalReplica(AfterStepReplica):
         super().overwrite_with_first()
         for fragment in self._fragments:
             fragment.restart()
+        self._seen = [self._own_steps] * len(self._fragments)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides model and optimizer; each rank saves its own.
@@ -233,9 +234,8 @@ class LocalReplica(AfterStepReplica):
             require_fit(saved, state["period"], state["delay"], fragments, self._local)
         agree(self._world, step + due, saved, fragments, self._local)
         take(saved, fragments, self._riding)
-        if saved is not None:
-            before = state.get("seen") or [NO_STEPS] * len(fragments)
-            self._seen = [*map(self._own_steps.since, before)]
+        before = state.get("seen") or [NO_STEPS] * len(fragments)
+        self._seen = [*map(self._own_steps.since, before)]
         self._clock.restart(step, due, state.get("stepped", ()))
         self._noted = {}
         self._exchange.engine.restore_residuals(residuals)
