@@ -18,8 +18,8 @@ class CommrtError(Exception):
 class UsageError(CommrtError, ValueError):
     """An argument or a call that cannot work.
 
-    Raised before anything was sent, but for what shows only in a step that runs, such as a gradient
-    that becomes ready twice, or a backward pass that an error interrupted.
+    Raised before anything was sent, where it shows by then. What shows only later, such as a
+    gradient that becomes ready twice in a step, is refused as soon as it does.
     """
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas whose world may lose ranks and gain others while they train: of gossip and local SGD.
 
-Who comes takes the state of one rank (`arrival`), and later gives its own. It writes weights,
-buffers and states of this rank's model where it takes another's. On the thread that trains; hooks
+Who comes takes the state of one rank (`arrival`), and later gives its own. A replica writes
+weights, buffers and states of its model where it takes another's. On the thread that trains; hooks
 of gradients run on that of the backward pass, for which it waits.
 """
 
@@ -51,8 +51,8 @@ class ElasticReplica(Replica):
     """A replica that goes on without lost ranks, and that may come to ranks which train already.
 
     With ``init(up_to=)`` ranks may come, so a server's thread hands out what is packed for them at
-    the end of a backward pass. Written here of others: `World.membership`, an elastic one until
-    `detach`, and `World.config` in `come`.
+    the end of a backward pass, or by `GrowingReplica` where it waits in a merge. Written here of
+    others: `World.membership`, an elastic one until `detach`, and `World.config` in `come`.
 
     Subclasses call `_answer_newcomers` in the first hook of a backward pass. They say what else a
     state is (`_record`, `_follow`, `_note_weights`), when it may be given (`_may_give`), and how a

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that a rank has made alone, and what they weigh; values only."""
+"""How many steps a rank has made alone between exchanges, and what they weigh; values only.
+
+`AfterStepReplica` adds them up, local SGD looks what is new since weights left last.
+"""
 
 from __future__ import annotations
 
