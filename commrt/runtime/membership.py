@@ -64,7 +64,7 @@ class Membership:
     is_elastic = False
     """True if a lost rank does not end this world; the same on all ranks."""
     needed = 0
-    """A step of backup workers needs so many ranks; 0 where all members make each step."""
+    """So many ranks must be left to go on with backup workers; 0 where all make each step."""
 
     def __init__(
         self, generation: Generation, comm_thread: CommThread, before: Membership | None = None

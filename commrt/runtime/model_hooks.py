@@ -2,7 +2,7 @@
 """What a world calls of the model that is attached to it.
 
 Only a model that votes on whose gradients count sets ``world.hooks``, when it is attached, and
-takes them away when it is detached.
+takes them away when it is detached; so does the end of a world (`ending`).
 """
 
 from __future__ import annotations
