@@ -139,6 +139,8 @@ def test_messages_that_cannot_work_are_refused_with_what_to_do(world, backend):
         DeviceMessages(world).post(torch.zeros(3), None, is_send=False)
     with pytest.raises(UsageError, match="take a smaller one"):  # if nobody received it, close() would end the process
         HostMessages(None, world).post(torch.zeros(3), 1, 2**31 - 1, is_send=True)
+    with pytest.raises(UsageError, match="no connection to itself: copy"):
+        HostMessages(None, world).post(torch.zeros(3), world.rank, 0, is_send=False)
 
 
 def test_two_threads_that_post_at_once_start_one_wait_for_what_was_dropped(monkeypatch):

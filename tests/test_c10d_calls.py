@@ -109,6 +109,30 @@ def test_uneven_parts_of_an_all_to_all_meet(narrow):
     assert wrong_calls(size, {"uneven": uneven}) == []
 
 
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_uneven_pieces_that_all_ranks_know_meet_along_every_schedule(narrow, collective):
+    numels = [300, 0, 17, 1000]
+
+    def uneven(ask):
+        own = torch.full((numels[ask.rank],), ask.rank + 1.0)
+        if collective == "all_gather":
+            outputs = [torch.empty(numel) for numel in numels]
+            call = ask.pieces(collective, own, outputs)
+            return call, [(each, torch.full_like(each, rank + 1.0)) for rank, each in enumerate(outputs)]
+        inputs = [torch.full((numel,), (ask.rank + 1.0) * (rank + 1)) for rank, numel in enumerate(numels)]
+        return ask.pieces(collective, own, inputs), [(own, torch.full_like(own, 10.0 * (ask.rank + 1)))]
+
+    found = {name: wrong_calls(4, {name: uneven}, {collective: name}) for name in COLLECTIVES[collective]}
+    assert not any(found.values()), found
+    sizes = [[torch.empty(numel) for numel in order] for order in (numels, [300, 0, 1000, 17], [300] * 4)]
+    kinds = [CheckedCalls(0, 4).pieces(collective, each[0], each).kind for each in sizes]
+    assert [str(kind).partition("float32")[2] for kind in kinds] == [
+        "[(4, [300, 0, 17, 1000])]",
+        "[(4, [300, 0, 1000, 17])]",
+        "[(4, 300)]",
+    ]
+
+
 REFUSED = [
     (
         lambda ask: ask.pieces("all_gather", torch.zeros(2), torch.zeros(5)),

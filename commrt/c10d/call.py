@@ -36,8 +36,9 @@ class Kind(NamedTuple):
     """What ADD stands for; None if nothing is combined."""
     root: int
     sizes: tuple[int, ...]
-    """[slots] elements of each piece, in elements of the wire's dtype. In an `all_to_all` they
-    differ, and are 0 for a slot that this rank does not use.
+    """[slots] elements of each piece, in elements of the wire's dtype. They may differ in an
+    `all_gather` and a `reduce_scatter`; and in an `all_to_all`, where ranks do not know all of
+    them: they are 0 for a slot that this rank does not use.
     """
     put: tuple[Piece, ...]
     """What this rank contributes."""
@@ -55,14 +56,21 @@ class Kind(NamedTuple):
             return self.collective
         how = f" ({self.operation})" if self.operation else ""
         from_root = f", root {self.root}" if self.collective in ROOTED else ""
-        slots = len(self.sizes)
-        numel = self.piece_nbytes // self.dtype.itemsize
-        size = f"[{numel if slots == 1 else (slots, numel)}]" if self.is_even else ""
+        size = f"[{self._size_text}]" if self.is_known else ""
         return f"{self.collective}{how} of {str(self.dtype)[6:]}{size}{from_root}"
 
     @property
-    def is_even(self) -> bool:
-        """True if all pieces have one size."""
+    def _size_text(self) -> str:
+        slots = len(self.sizes)
+        unit = self.dtype.itemsize // self.wire_dtype.itemsize
+        numels = [size // unit for size in self.sizes]
+        if slots == 1:
+            return str(numels[0])
+        return str((slots, numels[0] if len(set(numels)) == 1 else numels))
+
+    @property
+    def is_known(self) -> bool:
+        """True if all ranks know the sizes of all pieces."""
         return self.collective != "all_to_all"
 
     @property
@@ -72,8 +80,8 @@ class Kind(NamedTuple):
 
     @property
     def piece_nbytes(self) -> int:
-        """Bytes of each piece; 0 where pieces differ."""
-        return self.sizes[0] * self.wire_dtype.itemsize if self.is_even else 0
+        """Bytes of the largest piece; 0 where no rank knows it."""
+        return max(self.sizes) * self.wire_dtype.itemsize if self.is_known else 0
 
 
 @dataclass(slots=True, eq=False)

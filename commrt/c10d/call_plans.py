@@ -108,7 +108,7 @@ class CallPlanner:
         its element `first` on.
         """
         sizes = tuple([min(max(size - first, 0), slot_numel) for size in kind.sizes])
-        shape = tuple(map(padded, sizes)) if kind.is_even else sizes
+        shape = tuple(map(padded, sizes)) if kind.is_known else sizes
         starts = [*accumulate(shape, initial=0)]  # of slots, on the wire
         key = schedule, shape, kind.operation, kind.wire_dtype, kind.device
         bound = self._programs.known(*key)

@@ -71,20 +71,23 @@ class CheckedCalls:
         """Exchange a piece for each rank, of which `own` is this rank's: gathers and scatters.
 
         `pieces` are outputs where `own` is an input, and inputs elsewhere. Those of a rooted
-        collective are the root's.
+        collective are the root's. Others may differ in size, as all ranks know all sizes.
         """
         gathers = collective.endswith("gather")
         layout: Layout = "joined" if isinstance(pieces, Tensor) else "each"
+        sizes: int | tuple[int, ...] = own.numel()
         if collective in ROOTED and self.rank != _root(collective, opts):
             pieces = []
             layout = "nothing"
         else:
-            pieces = self._one_each(
-                pieces, own, f"{'outputs' if gathers else 'inputs'} of {collective}"
-            )
+            what = f"{'outputs' if gathers else 'inputs'} of {collective}"
+            pieces = self._one_each(pieces, own, what, may_differ=collective not in ROOTED)
+            if layout == "each":
+                numels = tuple([piece.numel() for piece in pieces])
+                sizes = numels if len(set(numels)) > 1 else sizes
         if gathers:
-            return self._call(collective, own, [own], pieces, ("own", layout), opts)
-        return self._call(collective, own, pieces, [own], (layout, "own"), opts)
+            return self._call(collective, own, [own], pieces, ("own", layout), opts, sizes)
+        return self._call(collective, own, pieces, [own], (layout, "own"), opts, sizes)
 
     def barrier(self) -> Call:
         """Wait for all ranks."""
@@ -161,6 +164,7 @@ class CheckedCalls:
         taken: Sequence[Tensor],
         sides: Sides,
         opts: Any,
+        sizes: int | tuple[int, ...] | None = None,
     ) -> Call:
         require_alike([like, *put, *taken])
         op: Any = option(opts, "reduceOp", ReduceOp.SUM) if collective in SUMS else None
@@ -171,7 +175,8 @@ class CheckedCalls:
         inputs = outputs if is_in_place else [row_of(each, wire_dtype) for each in put]
         how = getattr(op, "op", op)
         root = _root(collective, opts)
-        kind = self._kind(collective, like.numel(), like.dtype, like.device, how, root, sides)
+        numel = like.numel() if sizes is None else sizes
+        kind = self._kind(collective, numel, like.dtype, like.device, how, root, sides)
         factor = op.factor if kind.is_scaled else None
         if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, like.dtype):
             raise UsageError(
@@ -182,7 +187,7 @@ class CheckedCalls:
     def _new_kind(
         self,
         collective: str,
-        numel: int,
+        numel: int | tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         how: Any,
@@ -193,9 +198,10 @@ class CheckedCalls:
         require_root(self.size, root, collective)
         operation = None if how is None else _operation(how, dtype)
         slots = slots_of(collective, self.size)
-        wide = numel if operation else numel * dtype.itemsize
-        put, take = [places(side, self.rank, slots, wide) for side in sides]
-        sizes = (wide,) * slots
+        numels = numel if isinstance(numel, tuple) else (numel,) * slots
+        width = 1 if operation else dtype.itemsize
+        sizes = tuple([each * width for each in numels])
+        put, take = [places(side, self.rank, slots, sizes[0]) for side in sides]
         divisor = self.size if how == _OPS.AVG else 1
         return Kind(
             collective,
@@ -210,8 +216,13 @@ class CheckedCalls:
             how == _OPS.PREMUL_SUM,
         )
 
-    def _one_each(self, pieces: Pieces, like: Tensor, what: str) -> Sequence[Tensor]:
-        """Return the tensors of a piece like `like` for each rank; raise for other sizes."""
+    def _one_each(
+        self, pieces: Pieces, like: Tensor, what: str, *, may_differ: bool
+    ) -> Sequence[Tensor]:
+        """Return the tensors of a piece for each rank; raise for sizes that cannot work.
+
+        This rank's has the size of `like`, and all others, unless they `may_differ`.
+        """
         numel = like.numel()
         size = self.size
         if isinstance(pieces, Tensor):
@@ -220,7 +231,10 @@ class CheckedCalls:
         else:
             given = pieces
             expected = [numel] * size
-        if [tensor.numel() for tensor in given] != expected:
+        numels = [tensor.numel() for tensor in given]
+        if may_differ and len(numels) == size:
+            expected = [*numels[: self.rank], numel, *numels[self.rank + 1 :]]
+        if numels != expected:
             raise UsageError(
                 f"{len(given)} {what}, {', '.join(map(text_of, given)):.200}, beside"
                 f" {text_of(like)}: give {size} with as many elements, or one with {size} times as"

@@ -62,6 +62,8 @@ class HostMessages:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if None."""
         if tag == UNUSED_TAG:
             raise UsageError(f"tag {tag} is one that commrt uses itself: take a smaller one")
+        if peer == self._world.rank:
+            raise UsageError(f"rank {peer} has no connection to itself: copy the tensor instead")
         what = f"{'send' if is_send else 'receive'} with tag {tag}"
         place = Place(self._world.rank, peer, bucket=what, nbytes=data.nbytes)
         self._dropped_sends.start_waiting()
