@@ -141,6 +141,7 @@ REFUSED = [
     (lambda ask: ask.pieces("all_gather", torch.zeros(2), [torch.zeros(3)] * 2), "give 2 with as many elements"),
     (lambda ask: ask.whole("broadcast", torch.zeros(2), options(root=2)), r"rank 2 cannot be the root.*one of 0..1"),
     (lambda ask: ask.pieces("scatter", torch.zeros(2), [torch.zeros(2).double()] * 2), "must have one dtype"),
+    (lambda ask: ask.all_to_all([], []), "0 inputs and 0 outputs of an all_to_all: give 2 each"),
     (lambda ask: ask.all_to_all_single(torch.zeros(3), torch.zeros(3), [], []), "3 rows do not divide into 2"),
     (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 2], []), r"\[1, 2\].*sum up to 2 rows"),
     (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [2, 0], []), "4 bytes of its own.* 8"),

@@ -104,7 +104,6 @@ class CheckedCalls:
 
         `result` is what the call returns, if that is not `outputs`.
         """
-        require_alike([*outputs, *inputs])
         mine = self.rank
         size = self.size
         if len(outputs) != size or len(inputs) != size:
@@ -112,6 +111,7 @@ class CheckedCalls:
                 f"{len(inputs)} inputs and {len(outputs)} outputs of an all_to_all: give {size}"
                 " each"
             )
+        require_alike([*outputs, *inputs])
         copies: list[tuple[Tensor, Tensor]] = []
         taken = [row_of(one, torch.uint8, copies) for one in outputs]
         put = [row_of(one, torch.uint8) for one in inputs]

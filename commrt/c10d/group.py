@@ -105,6 +105,8 @@ class ProcessGroupWorld:
         try:
             self.world.close()
         except CommrtError as error:
+            _OPEN.discard(self)
+            self.host_messages.close()
             raise as_dist_error(error) from error.__cause__
         _OPEN.discard(self)
         if self.world.comm_thread.failure is None:
@@ -157,7 +159,7 @@ def _at_exit() -> None:
         if group.world.comm_thread.failure is None:
             group.host_messages.finish_sends(EXIT_S)
         group.world.abort(TransportClosed("the process ended without destroying its process group"))
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, CommrtError):  # the others are to be ended too
             group.world.comm_thread.close(EXIT_S)
             group.close(EXIT_S)
 

@@ -138,6 +138,8 @@ class Future(Generic[T]):
         while not self._lock.acquire(
             timeout=max(min(SLICE_S, clock.slice_s, end_s - clock.now_s()), 0.0)
         ):
+            if self._is_done:  # a Ctrl-C ended another wait just as it had the lock
+                return
             if clock.now_s() >= end_s:
                 raise TimeoutError(f"no result within {timeout_s:g} s")
         self._lock.release()  # for other threads that wait

@@ -168,7 +168,8 @@ class Channel:
             try:
                 os.ftruncate(fd, QUEUE_NBYTES)
                 memory = _memory_of_queue(fd)
-                self._send_to_socket(NUMBER.pack(b"Q", 0), [fd])
+                if not self._send_to_socket(NUMBER.pack(b"Q", 0), [fd]):
+                    return  # the next flush tries again
             finally:
                 os.close(fd)
         except OSError:
