@@ -140,7 +140,7 @@ def test_what_follows_a_failure_says_what_that_was_and_where():
     assert error.place == place
     assert error.__cause__ is first.exception(LIMIT_S)
     assert str(error) == (
-        "an earlier transfer failed, so this one was not started: call init() for a new world. "
+        "an earlier transfer failed, so this one was not started: open a new world or group. "
         "It was DeadlineExceeded: no future from ranks [1] [rank 0, peer 1, step 7, bucket 2, hop 3, nbytes 40]. "
         "Rank 1 saw OSError: the data set is gone"
     )

@@ -34,7 +34,7 @@ def refusal_after(failure: BaseException) -> TransportError:
     cause = f"It was {type(failure).__name__}" + (f": {text}" if text else "")
     if not isinstance(failure, TransportError):
         return TransportClosed(f"this world was given up: call init() for a new one. {cause}")
-    what = "an earlier transfer failed, so this one was not started: call init() for a new world"
+    what = "an earlier transfer failed, so this one was not started: open a new world or group"
     refusal = TransportClosed(f"{what}. {cause}", failure.place)
     refusal.elsewhere = failure.elsewhere
     return refusal
