@@ -77,7 +77,7 @@ def _selection_of(
     text: str, name: str, ranks: tuple[int, ...], forced: tuple[tuple[str, str], ...]
 ) -> Selection:
     if len(ranks) > PROVEN_RANKS:
-        _log.info(
+        _log.warning(
             "a group of %d ranks: schedules are proven for at most %d", len(ranks), PROVEN_RANKS
         )
     return Selection(Cluster.parsed(text, name), ranks, dict(forced))

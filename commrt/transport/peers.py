@@ -24,13 +24,13 @@ from commrt.errors import DeadlineExceeded, Place, TransportError, UsageError
 from commrt.signal_waits import SignalWait
 from commrt.store.addresses import host_identity
 from commrt.store.client import clone_connection
+from commrt.store.environment import variable
 from commrt.threads.calls import start_call
 from commrt.threads.deadline import clock
 from commrt.threads.forking import release_in_forked_child
 from commrt.transport.group_watch import HELD_UP, Pending
 from commrt.transport.ipc import IpcMemory
 from commrt.transport.mapped_memory import MappedMemory
-from commrt.transport.names import chosen_transport
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_binding import Binding
 from commrt.transport.nccl_communicator import FREE_S
@@ -241,7 +241,7 @@ def connect(
     except BaseException:
         mapped.close(0.0)
         raise
-    if mapped.refusal and chosen_transport() == "peers":
+    if mapped.refusal and variable("COMMRT_TRANSPORT") == "peers":
         transport.abort()
         what = (
             "COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory:"
