@@ -151,7 +151,7 @@ def test_a_thread_that_was_given_up_starts_no_more_tasks_and_says_why():
     thread = CommThread(print)
     assert thread.give_up(KeyboardInterrupt())
     error = thread.submit(int).exception(LIMIT_S)
-    assert str(error) == "this world was given up: call init() for a new one. It was KeyboardInterrupt"
+    assert str(error) == "this world was given up: open a new world or group. It was KeyboardInterrupt"
     thread.close()
     assert not thread.give_up(OSError("later"))
 

@@ -7,7 +7,7 @@ from copy import copy
 
 from commrt.errors import Evicted, TransportClosed, TransportError
 
-CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
+CLOSED = "the world was closed, so nothing more can be sent: open a new world or group"
 IN_A_CALL = (
     "a collective call of this thread has not ended, and what runs within it, such as a signal"
     " handler or a quantizer's rule, can neither communicate nor close anything: set a flag in the"
@@ -33,7 +33,7 @@ def refusal_after(failure: BaseException) -> TransportError:
     text = failure.what if isinstance(failure, TransportError) else str(failure)
     cause = f"It was {type(failure).__name__}" + (f": {text}" if text else "")
     if not isinstance(failure, TransportError):
-        return TransportClosed(f"this world was given up: call init() for a new one. {cause}")
+        return TransportClosed(f"this world was given up: open a new world or group. {cause}")
     what = "an earlier transfer failed, so this one was not started: open a new world or group"
     refusal = TransportClosed(f"{what}. {cause}", failure.place)
     refusal.elsewhere = failure.elsewhere
