@@ -12,7 +12,8 @@ from torch import nn
 
 import commrt
 from commrt.algorithms import ring
-from commrt.errors import DisagreementError, UsageError
+from commrt.errors import DisagreementError, PeerLost, UsageError
+from commrt.testing.ranks import run_ranks
 
 
 @for_each("steps", [(9, 4, 6, 9), (0, 3, 3, 1), (5, 5, 5, 5), (1, 2, 3, 4), (4, 0, 0, 0)])
@@ -26,6 +27,16 @@ def test_join_averages_over_the_ranks_that_still_have_data(world, steps):
             optimizer.step()
             assert replica.last.members == tuple(rank for rank in range(4) if steps[rank] > step)
     assert (replica.replicas_equal(), replica.step) == (True, max(steps))
+
+
+def test_without_join_the_others_learn_that_a_rank_closed_its_world_and_what_to_do():
+    def body(world):
+        model, *_ = trainee(world)
+        for step in range(3 - (world.rank == 1)):
+            backward(model, world.rank, step)
+
+    with pytest.raises(PeerLost, match=r"Rank 1 had closed its world .*wrap the loop in replica\.join\(\)"):
+        run_ranks(2, body)
 
 
 @for_each("kind", ["own", "views"])

@@ -23,11 +23,15 @@ from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.membership import Membership
 from commrt.runtime.model_hooks import NO_HOOKS, Hooks
 from commrt.runtime.untraced import untraced
-from commrt.store.reports import diagnose, leave_report, wait_for_readers
+from commrt.store.reports import diagnose, leave_report, note_closed, wait_for_readers
 from commrt.threads.comm_thread import EXIT_S, CommThread
 from commrt.transport.by_device import TransportByDevice
 
 UNFINISHED = "its process ended, and no world.close() before that had said that its data has ended"
+ENDED = (
+    "the process ended without closing its world: after an error of its own, or as it ran out of"
+    " data, for which there is replica.join()"
+)
 # not empty once Python has begun to end the process, before handlers of atexit: it adds to it
 _process_ends: list[bool] = []
 threading._register_atexit(partial(_process_ends.append, True))  # type: ignore[attr-defined]  # noqa: SLF001  # nothing else is called before those
@@ -162,6 +166,9 @@ class Ending:
         world.membership.end_membership("it closed its world", finished=True)
         if world.holds_store and isinstance(world.comm_thread.failure, Evicted | None):
             world.membership.wait_for_all_closed()
+        is_whole = error is None and world.comm_thread.failure is None
+        if is_whole and not world.membership.is_elastic and len(world.membership.ranks) > 1:
+            note_closed(world.store, world.rank)
         # nobody needs anything of this process
         try:
             world.transport.close()
@@ -185,7 +192,7 @@ class Ending:
         if failure := self.unraised_failure:
             what = f"the process ends after a failure that no call has raised: {failure}"
             warnings.warn(what, stacklevel=1)
-        self.abort(TransportClosed("the process ended without closing its world"))
+        self.abort(TransportClosed(ENDED))
         with suppress(TimeoutError):
             world.comm_thread.close(EXIT_S)
             self.close()

@@ -31,6 +31,12 @@ BROKEN_GRACE_S = 0.1
 Gloo breaks one at the deadline itself. A rank of one host breaks its connections after its report.
 """
 
+CLOSED = (
+    "Rank {peer} had closed its world and makes no more calls: if it ran out of data, wrap the loop"
+    " in replica.join(), or let ranks without a batch call replica.average(); other calls are for"
+    " all ranks"
+)
+
 T = TypeVar("T")
 
 
@@ -46,6 +52,15 @@ def leave_report(store: Store, rank: int, failure: BaseException) -> bool:
         return bool(store.check([key]))  # torch does not wait for an answer to `set`
 
     return bool(_answered(write))
+
+
+def note_closed(store: Store, rank: int) -> None:
+    """Write to `store` that `rank` has closed its world, without a failure."""
+    _answered(lambda: store.set(_closed_key(rank), ""))
+
+
+def _closed_key(rank: int) -> str:
+    return f"has closed/{rank}"
 
 
 def diagnose(
@@ -78,6 +93,9 @@ def _trail(
     seen = {rank}
     while peer is not None and peer not in seen:
         seen.add(peer)
+        if store.check([_closed_key(peer)]):
+            yield CLOSED.format(peer=peer)
+            return
         deadline = Deadline(broken_grace_s if saw.startswith(PeerLost.__name__) else GRACE_S)
         while not store.check([f"report/{peer}"]) and deadline.left_s > 0:
             # a request that waits would hold up all groups that share its connection
