@@ -83,7 +83,7 @@ def test_a_detach_in_the_middle_of_a_step_leaves_alone_what_is_on_its_way(world)
 def test_backward_after_the_world_was_closed_says_so(world):
     model, _, _ = trainee(world)
     world.close()
-    with pytest.raises(TransportClosed, match=r"the world was closed, .* call init\(\)"):
+    with pytest.raises(TransportClosed, match=r"the world was closed, .* open a new world"):
         backward(model, world.rank)
 
 
