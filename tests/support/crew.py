@@ -116,7 +116,7 @@ class Rank:
 class Crew:
     """So many ranks, whose models share `optimizers`."""
 
-    def __init__(self, ranks, optimizers, timeout_s=4.0):
+    def __init__(self, ranks, optimizers, timeout_s=20.0):
         self._before = {*threading.enumerate()}
         self.ranks = [Rank(world, *made(optimizers)) for world in local_worlds(ranks, timeout_s)]
         self._threads = [ThreadPoolExecutor(1) for _ in self.ranks]
