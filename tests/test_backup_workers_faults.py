@@ -161,7 +161,8 @@ def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
     assert found.deaths == 3
 
 
-@pytest.mark.parametrize("way", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in ("gossip", "local SGD"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [0, "gossip", "local SGD"])
 def test_ranks_come_one_dies_and_more_come_and_nothing_is_lost_or_used_twice(way):
     run(seed=4, steps=80, way=way)
 

@@ -197,7 +197,7 @@ def test_hosts_of_their_own_are_joined_by_a_network(monkeypatch):
     assert (cluster.gpus_per_node, cluster.nodes, cluster.between.nics) == (1, None, 1)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_probe_writes_a_file_to_simulate_with(tmp_path):
     path = tmp_path / "here.toml"
     done = command("probe", "--workers", "2", "--out", path)

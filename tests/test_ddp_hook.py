@@ -89,7 +89,7 @@ def test_a_model_that_outlives_its_group_says_so(pool):
     assert error.startswith("UsageError: DDP's process group was destroyed: make a new DDP model")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_two_models_whose_gradients_ranks_send_in_different_orders_are_told_apart(pool):
     for error in pool.values(hooked_ranks.two_models_in_two_orders, size=2):
         assert error.startswith("DisagreementError: ")

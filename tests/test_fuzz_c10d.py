@@ -12,5 +12,5 @@ from rank_pool import Pool
 def test_sequences_of_calls_leave_what_they_leave_over_gloo():
     with Pool(3) as pool:
         for part in range(MORE):
-            found = pool.values(drawn_calls.compare, part * 20, 20, limit_s=100.0)
+            found = pool.values(drawn_calls.compare, part * 10, 10, limit_s=100.0)
             assert found == [[]] * 3

@@ -22,8 +22,7 @@ from commrt.errors import CommrtError, UsageError
 from commrt.local_sgd import LocalSGD
 from commrt.training.step_clock import StepClock
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
-"""Between sums of float64 in different orders."""
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # sums of float64 in different orders
 
 
 def counted_steps(found):
@@ -684,7 +683,7 @@ class Backups(Loops):
 
 
 SETTINGS = settings(
-    max_examples=10 * MORE,
+    max_examples=7 * MORE,
     stateful_step_count=12,
     deadline=None,
     derandomize=not THOROUGH,

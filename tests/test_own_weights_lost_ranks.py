@@ -341,8 +341,8 @@ def test_an_average_that_one_rank_has_not_got_is_made_again_by_all(algorithm, nu
 # processes
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("where", ["backward", pytest.param("exchange", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["backward", "exchange"])
 def test_the_others_go_on_without_a_process_that_is_killed(where):
     algorithm = LocalSGD(4, 2, outer=Nesterov(0.7, 0.6), fragments=2)
     outcomes = run_processes(4, failing_ranks.killed_in_local_sgd, algorithm, 2, where, limit_s=90)

@@ -420,7 +420,7 @@ def texts_are_parsed_once(monkeypatch):
 
 CASES = [
     Model(2, 0, steps=3),
-    Model(2, 1, steps=2),
+    pytest.param(Model(2, 1, steps=2), marks=pytest.mark.slow),
     Model(2, 1, deaths=1),
     Model(2, 1, voids=1),
     Model(1, 0, steps=2, comers=1),

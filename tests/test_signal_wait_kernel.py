@@ -198,6 +198,7 @@ def first_complaint(module):
     return next(filter(None, (complaint(*check) for check in checks)), None)
 
 
+@pytest.mark.slow
 def test_in_each_scene_a_planted_bug_does_not_do_what_the_definition_does(tmp_path, monkeypatch):
     assert first_complaint(signal_wait) is None
     bugs, missed = [bug for bug in BUGS if BUGS[bug][0] == "signal_wait"], []
