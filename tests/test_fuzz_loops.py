@@ -500,7 +500,7 @@ class Apart(Loops):
         for rank, own in enumerate(passes):
             self.truth.add(rank, *own[0])
 
-    @precondition(lambda self: self.unused)  # a second step with the same gradients may be lost in local SGD
+    @precondition(lambda self: self.unused)  # docs/algorithms/local_sgd.md: a second one may be lost
     @rule(which=st.sets(st.sampled_from([0, 1]), min_size=1))
     def step(self, which):
         for i in self.unused.intersection(self.chosen(which)):
