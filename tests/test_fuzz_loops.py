@@ -468,8 +468,6 @@ APART = [
 class Apart(Loops):
     """Gossip and local SGD: ranks differ, but as one process says."""
 
-    unused = frozenset()
-
     @initialize(ranks=st.integers(1, 4), optimizers=st.integers(1, 2), algorithm=st.sampled_from(APART))
     def begin(self, ranks, optimizers, algorithm):
         self.truth = Alone(ranks, optimizers, algorithm)
@@ -484,7 +482,6 @@ class Apart(Loops):
     def backward(self, data):
         passes = self.drawn(data, least=1, most=2)
         self.crew.do(Rank.backward, passes)
-        self.unused = {0, 1}
         self.truth.forward()
         for rank, own in enumerate(passes):
             for number, heads in own:
@@ -495,18 +492,15 @@ class Apart(Loops):
     def accumulate(self, data):
         passes = [own[:1] for own in self.drawn(data, least=1, most=2)]
         self.crew.do(Rank.accumulate, passes)
-        self.unused = {0, 1}
         self.truth.forward()
         for rank, own in enumerate(passes):
             self.truth.add(rank, *own[0])
 
-    @precondition(lambda self: self.unused)  # docs/algorithms/local_sgd.md: a second one may be lost
     @rule(which=st.sets(st.sampled_from([0, 1]), min_size=1))
     def step(self, which):
-        for i in self.unused.intersection(self.chosen(which)):
+        for i in self.chosen(which):
             self.crew.do(lambda rank: rank.optimizers[i].step())  # noqa: B023  # called here
             self.truth.step_by(i)
-        self.unused -= {*self.chosen(which)}
 
     @rule(which=st.sets(st.sampled_from([0, 1]), min_size=1), to_none=st.booleans())
     def zero_grad(self, which, to_none):
@@ -586,7 +580,6 @@ class Apart(Loops):
         self.all_is_as_said()
 
     def all_is_as_said(self):
-        self.unused = set()
         for rank, model in zip(self.crew.ranks, self.truth.models, strict=True):
             assert rank.replica.step == self.truth.clock.step
             self.compare(rank, model)

@@ -132,6 +132,23 @@ def test_a_late_average_is_mixed_in_as_of_dasgd_or_added_to_what_was_learned_sin
     require_equal(trained(algorithm, ranks), by_hand(ranks, algorithm))
 
 
+@for_each("delay", [0, 1, 2])
+def test_what_optimizers_change_in_a_second_step_with_the_same_gradients_is_averaged_too(delay):
+    def body(world):
+        weights = nn.ParameterDict({"all": torch.zeros(3, dtype=torch.float64)})
+        optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
+        replica = commrt.attach(weights, optimizer, LocalSGD(2, delay), world=world)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (weights["all"].sum() * world.rank).backward()
+            optimizer.step()
+            optimizer.step()
+        replica.consolidate()
+        return weights["all"].tolist()
+
+    assert run_ranks(3, body) == [[-8.0] * 3] * 3  # eight steps by the mean of 0, 1 and 2
+
+
 @for_each(("ranks", "period"), taking_turns(RANKS, [1, 2, 5]))
 def test_cocod_is_its_rule(ranks, period):
     """As published: x <- mean of snapshots + x - own snapshot, then the next snapshot."""

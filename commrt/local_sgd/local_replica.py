@@ -21,7 +21,7 @@ from commrt.local_sgd.outer import SlowMomentum
 from commrt.local_sgd.policy import Mix
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.gathering import gather_integers
-from commrt.training.own_steps import NO_STEPS
+from commrt.training.own_steps import NO_STEPS, OwnSteps
 from commrt.training.request import Request
 from commrt.training.residuals import own_residuals
 from commrt.training.riding_rules import FEEDBACK, NOT_ADDED_UP, RidingRules
@@ -84,7 +84,7 @@ class LocalReplica(AfterStepReplica):
             if self._local.leaves(fragment.index, self._clock.step):
                 in_flight = self._leave(fragment)
                 if not self._local.delay_at(self._clock.step):
-                    self._merge(fragment, in_flight)
+                    self._merge(fragment, in_flight, at_once=True)
         self._noted.pop(self._clock.step, None)
         self._close_report(self._clock.step - 1, self._exchange.members)
 
@@ -107,13 +107,16 @@ class LocalReplica(AfterStepReplica):
         self._exchange.send(fragment, in_flight)
         return in_flight
 
-    def _merge(self, fragment: Fragment, in_flight: InFlight) -> None:
-        """Wait for the average, and let weights and anchor follow it."""
+    def _merge(self, fragment: Fragment, in_flight: InFlight, *, at_once: bool = False) -> None:
+        """Wait for the average, and let weights and anchor follow it.
+
+        `at_once` where nothing was learned since the weights left.
+        """
         with self._waiting_for(fragment):
             arrived = self._exchange.receive(fragment, in_flight)
             self._spans += arrived.answer.result()
-            is_fresh = self._clock.step == in_flight.step or isinstance(self._local.merge, Mix)
-            learned = None if is_fresh else fragment.learned()
+            is_kept = not at_once and not isinstance(self._local.merge, Mix)
+            learned = fragment.learned() if is_kept else None
             for bucket in arrived.buckets:
                 bucket.unpack()
                 bucket.release()
@@ -152,7 +155,7 @@ class LocalReplica(AfterStepReplica):
                 # all ranks ask or none does, as all are at the same step
                 is_behind = fragment.left != self._clock.step
                 if is_behind or self._ask_all_if_learned(fragment):
-                    self._merge(fragment, self._leave(fragment))
+                    self._merge(fragment, self._leave(fragment), at_once=True)
             self._account()
             if self._local.is_gossip:
                 super().consolidate()
@@ -166,7 +169,8 @@ class LocalReplica(AfterStepReplica):
                 self._compare_replicas()
 
     def _ask_all_if_learned(self, fragment: Fragment) -> bool:
-        """Return True if a rank made a step since its weights left, also in `no_sync`; collective.
+        """Return True if a rank made a step since its weights left, also in `no_sync` or a second
+        one with the same gradients; collective.
 
         Always False with gossip, where all weights are averaged anyway.
         """
@@ -235,7 +239,7 @@ class LocalReplica(AfterStepReplica):
         agree(self._world, step + due, saved, fragments, self._local)
         take(saved, fragments, self._riding)
         before = state.get("seen") or [NO_STEPS] * len(fragments)
-        self._seen = [*map(self._own_steps.since, before)]
+        self._seen = [self._own_steps.since(OwnSteps(*each)) for each in before]
         self._clock.restart(step, due, state.get("stepped", ()))
         self._noted = {}
         self._exchange.engine.restore_residuals(residuals)

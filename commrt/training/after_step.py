@@ -34,7 +34,7 @@ from commrt.training.gradient_hooks import on_dense_gradients
 from commrt.training.join_progress import JoinProgress
 from commrt.training.joining import joining
 from commrt.training.model_collectives import overwrite_states
-from commrt.training.own_steps import NO_STEPS, ONE_STEP, OwnSteps
+from commrt.training.own_steps import NO_STEPS, ONE_STEP, ONE_UPDATE, OwnSteps
 from commrt.training.request import Request
 from commrt.training.riding_rules import RidingRules
 from commrt.training.stateful import Stateful
@@ -216,6 +216,7 @@ class AfterStepReplica(ElasticReplica):
     def _after_step(self, optimizer: Optimizer) -> None:
         if not self._rules.anything:
             self._use_step()
+            self._own_steps = self._own_steps.plus(ONE_UPDATE)
         for part in self._parts:
             part.note()
         self._copies.after_step(optimizer)

@@ -134,7 +134,7 @@ class Riding:
         Weights ride in any case, and all else `with_numbers`. Raises `UsageError` if only some
         steps were weighed.
         """
-        steps, weighed_steps, total = made
+        steps, weighed_steps, total, _ = made
         if weighed_steps not in (0, steps):
             raise UsageError(
                 f"replica.weigh() in {weighed_steps} of the {steps} steps of a period: call it for"
