@@ -26,6 +26,7 @@ from commrt.runtime import sliced_sum
 from commrt.runtime.wire import WIRES
 from commrt.testing.faults import drop_at, with_faults
 from commrt.testing.ranks import run_ranks
+from commrt.threads.recording import Timeline
 
 
 @dataclass
@@ -363,3 +364,43 @@ def test_a_wait_may_be_of_any_length_but_not_of_something_else(world):
     work.wait()
     for timeout in (10**400, float("inf"), timedelta.max, -1.0):
         work.wait(timeout)
+
+
+# What `explain` says.
+
+
+@for_each(
+    ("nbytes", "options"),
+    [
+        (400, {}),
+        (400, {"wire": torch.bfloat16, "algorithm": commrt.Ring()}),
+        (40_000, {}),
+        (40_000, {"wire": commrt.Int8(), "algorithm": commrt.Direct(within=2)}),
+    ],
+)
+def test_a_call_runs_the_schedule_steps_and_slices_that_explain_names(nbytes, options):
+    def body(world):
+        said = world.explain(nbytes, **options)
+        world.recorder = timeline = Timeline(world.rank)
+        for _ in range(2):
+            world.all_reduce(torch.ones(nbytes // 4), **options)
+        return said, timeline.events
+
+    with mock.patch.object(sliced_sum, "SLICE_NUMEL", 1500):
+        for said, events in run_ranks(4, body):
+            assert [each["args"]["algorithm"] for each in events if each["name"] == "sum"] == [said.schedule] * 2
+            numbers = [each["args"]["number"] for each in events if each["name"] == "hop"]
+            assert set(numbers) == set(range(said.steps))
+            if "wire" not in options:
+                assert len(numbers) == 2 * said.steps * said.slices
+            assert said.schedule in str(said)
+            assert said.nbytes == nbytes
+
+
+def test_prices_are_those_of_the_cluster_that_the_environment_names(monkeypatch):
+    default = run_ranks(2, lambda world: world.explain(1 << 20))[0]
+    monkeypatch.setenv("COMMRT_CLUSTER", "ethernet-10g")
+    given = run_ranks(2, lambda world: world.explain(1 << 20))[0]
+    assert ("COMMRT_CLUSTER" in str(default), default.cluster) == (True, "host")
+    assert ("COMMRT_CLUSTER" in str(given), given.cluster) == (False, "ethernet-10g")
+    assert given.seconds > default.seconds

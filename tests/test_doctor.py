@@ -224,6 +224,7 @@ def test_two_processes_exchange_over_the_transport_that_was_chosen(transport, mo
     finding = only(doctor_exchange.exchange())
     assert (finding.verdict, finding.facts["transport"]) == ("ok", transport), finding
     assert finding.facts["latency_us"] > 0
+    assert f"all_reduce of 1,024 B run one-shot over {transport} as float32" in finding.detail
     assert launched().rank == 5
     assert transport in doctor_exchange.EXCHANGE_ADVICE
 

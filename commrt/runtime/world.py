@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ from commrt.threads.forking import release_in_forked_child
 from commrt.threads.recording import Nvtx, Recorder
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import Tag, Transport
+
+if TYPE_CHECKING:
+    from commrt.runtime.explanation import Explanation
 
 
 @untraced
@@ -278,6 +281,26 @@ class World:
         if not async_op:
             work.wait()
         return work
+
+    def explain(
+        self,
+        nbytes: int,
+        *,
+        algorithm: Algorithm | None = None,
+        wire: AnyWire | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Explanation:
+        """Return what `all_reduce` of `nbytes` of fp32 values runs on this rank, and its price.
+
+        Print it. Schedule, transport, wire and kernel are those of a call with the same arguments
+        on a tensor on `device`. Prices are those of COMMRT_CLUSTER, or of a small server. It sends
+        nothing: any rank may call it alone. Raises `UsageError` and `ScheduleError` as the call
+        would, for a GPU that is not connected yet, and for a cluster that cannot be.
+        """
+        from commrt.runtime.explanation import all_reduce_of, explained  # noqa: PLC0415  # prices
+
+        call = all_reduce_of(nbytes, algorithm, wire, torch.device(device))
+        return explained(call, self._sums.schedule(algorithm, call), self.members, self.transport)
 
     def agree(self, topic: str, **claim: str) -> None:
         """Return once all ranks left made the same `claim` about `topic`. Collective among those.

@@ -64,6 +64,14 @@ class TransportByDevice(Transport):
                     f"this rank exchanges on {other} already, and has one GPU: move the model to it"
                 )
 
+    @property
+    def per_host(self) -> int:
+        return self._by_device[CPU].per_host
+
+    def kind_on(self, device: torch.device) -> str:
+        """Return the name of the medium for tensors on `device`; raises `UsageError` if none."""
+        return self._of(device).kind
+
     def reaches(self, device: torch.device) -> bool:
         """Return True if a transport can move tensors on `device`, or none is needed."""
         return device.type != "cuda" or device in self._by_device or self.places == 1

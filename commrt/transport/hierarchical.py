@@ -53,6 +53,10 @@ class HierarchicalTransport(Transport):
             self._remote.close()  # others may be connected already, and wait for this rank
             raise
 
+    @property
+    def per_host(self) -> int:
+        return self._local.per_host
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return memory that the ranks of this host share, and that sockets can read too."""
         return self._local.allocate(numel, dtype, device)

@@ -129,6 +129,11 @@ class Transport(ABC):
     can_move_receives: bool = True
     """True if receives may be set (``Tensor.set_``) to other memory of their size between runs."""
 
+    @property
+    def per_host(self) -> int:
+        """How many members it takes to share this rank's host."""
+        return len(self.members) if self.one_host else 1
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return zeros [numel] in the memory that this transport moves fastest; tensors keep it.
 

@@ -19,6 +19,7 @@ from commrt.errors import CommrtError, DisagreementError, UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.runtime.connection import suited, transport_called
+from commrt.runtime.explanation import Explanation
 from commrt.runtime.init import init
 from commrt.schedule import Schedule
 from commrt.store.addresses import host_identity
@@ -31,6 +32,8 @@ LIMIT_S = 4.0
 """Limit of the exchange, which takes a quarter of a second on an idle machine."""
 SERIES = {256: 21, 64 << 10: 11, 4 << 20: 7}
 """How often each number of bytes is reduced; one more run before these warms up."""
+EXPLAINED = (1 << 10, 25 << 20)
+"""Bytes of which it is said what `World.all_reduce` runs: few, and a usual bucket."""
 EXCHANGE_ADVICE = {
     "shared": (
         "Try COMMRT_TRANSPORT=gloo: if it works, something forbids shared memory between processes."
@@ -50,6 +53,8 @@ class Exchanged(NamedTuple):
     """Time of an all-reduce, by its bytes."""
     wrong: int
     """Elements of sums that had a wrong value."""
+    runs: list[Explanation]
+    """What `World.all_reduce` of `EXPLAINED` runs."""
 
 
 def exchange() -> Iterator[Finding]:
@@ -95,7 +100,8 @@ def measure(schedule: Schedule) -> Exchanged:
                 seconds.append(perf_counter() - begin_s)
                 wrong += int((buffer != total).sum())
             medians_s[nbytes] = median(seconds[1:])
-        return Exchanged(world.transport.kind, medians_s, wrong)
+        runs = [*map(world.explain, EXPLAINED)]
+        return Exchanged(world.transport.kind, medians_s, wrong, runs)
 
 
 def _judged(schedule: str, first: Exchanged, wrong: int) -> Finding:
@@ -116,4 +122,12 @@ def _judged(schedule: str, first: Exchanged, wrong: int) -> Finding:
         " each"
     )
     detail = f"two processes all-reduced along a proven {schedule} over {first.transport}: {times}"
+    detail = "\n".join([detail, *map(_sentence, first.runs)])
     return Finding("exchange", "ok", detail, facts=facts)
+
+
+def _sentence(run: Explanation) -> str:
+    """Return what `World.all_reduce` runs here for so many bytes, and prices beside it."""
+    what = f"{run.nbytes:,} B run {run.schedule} over {run.transport} as {run.wire}, {run.kernel}"
+    prices = ", ".join(map(str, run.alternatives[:2]))
+    return f"all_reduce of {what}: {1e3 * run.seconds:.3g} ms by {run.cluster}.toml; {prices}"
