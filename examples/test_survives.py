@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/survives.py under launchers, as docs/fault_tolerance.md says; Slurm and Kubernetes have
+"""examples/survives.py under launchers, as docs/survive.md says; Slurm and Kubernetes have
 stand-ins here.
 """
 
@@ -95,7 +95,7 @@ def require_trained(said, ranks):
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_the_command_of_the_page_replaces_the_killed_rank_and_nobody_begins_again(tmp_path):
     (block,) = [
-        block for block in blocks(ROOT / "docs/fault_tolerance.md")
+        block for block in blocks(ROOT / "docs/survive.md")
         if block.language == "sh" and "replace.sh" in block.body
     ]  # fmt: skip
     code, said = run(["bash", "-c", block.body], tmp_path)

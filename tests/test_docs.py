@@ -105,6 +105,14 @@ def test_the_site_builds_without_a_warning_and_has_every_page(site):
 
 
 @pytest.mark.slow
+def test_the_navigation_has_at_most_45_pages_and_names_of_pages_that_moved_lead_to_headings(site):
+    assert (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].count(".md\n") <= 45
+    for page in site.rglob("*.html"):
+        for file, anchor in re.findall(r'http-equiv="refresh" content="0; url=([^"#]+)#?(.*?)"', page.read_text()):
+            assert f'id="{anchor}"' in (page.parent / file).read_text() or not anchor
+
+
+@pytest.mark.slow
 def test_the_site_asks_no_other_host_for_anything(site):
     asked = {page.name: LOADED.findall(page.read_text()) for page in site.rglob("*.html")}
     assert {name: found for name, found in asked.items() if any("canonical" not in tag for tag in found)} == {}

@@ -88,7 +88,7 @@ class TorchProfiler:
     """Records ranges for torch's profiler, named like ``commrt::bucket: number 0, algorithm ring``.
 
     The profiler shows those of the thread that started it, and of all threads if it was told so
-    (docs/profiling.md).
+    (docs/observe.md).
     """
 
     def __init__(self) -> None:

@@ -76,12 +76,12 @@ def attach(  # noqa: PLR0913  # each has its default
     - `bucket_cap_mb`: the size of a bucket, in MiB of gradients that travel together.
     - `gradients`: ``"views"`` keeps them in the buffers that travel, which saves the time of a copy
       and, on CPUs, its memory. ``param.grad`` is then the same memory in every step: clone what
-      must outlive the next one. What views cannot do is refused (docs/integrations.md).
+      must outlive the next one. What views cannot do is refused (docs/your_loop.md).
     - `broadcast_buffers`: send rank 0's buffers to all at the end of each synchronous step. A graph
       that was built with other values and has not run backward yet then ends in torch's own error.
       BatchNorm in training does not read its buffers, so this does not concern it.
     - `graphs`: after two steps with a schedule, a GPU captures what it does for a bucket, and
-      replays it by one launch (docs/nccl.md). `Replica.why_not_graphs` says where it does not.
+      replays it by one launch (docs/gpus.md). `Replica.why_not_graphs` says where it does not.
       False turns it off; True refuses what graphs cannot do.
     - `same_bits`: refuse an algorithm unless it adds all elements in one order, as `Direct` does.
       An average then has the same bits however gradients are cut into buckets (docs/same_bits.md).

@@ -38,6 +38,31 @@ ELSEWHERE = {
     },
 }
 """Page of the site, by file of the repository."""
+MOVED = {
+    "algorithms/halving_doubling": "algorithms/all_reduce.html#halving-doubling",
+    "algorithms/ring": "algorithms/all_reduce.html#ring",
+    "algorithms/torus2d": "algorithms/all_reduce.html#2d-torus",
+    "algorithms/trees_and_slices": "algorithms/all_reduce.html#double-tree",
+    "api/planning": "api/tools.html#prices",
+    "api/recipe": "api/training.html#large-batches",
+    "api/recording": "api/training.html#recording",
+    "api/testing": "api/tools.html#testing",
+    "backup_workers": "algorithms/backup_workers.html",
+    "integrations": "ddp.html",
+    "nccl": "gpus.html",
+    "pricing": "simulate.html#how-a-price-is-computed",
+    "profiling": "observe.html",
+    "recipe": "large_batches.html",
+    "stragglers": "algorithms/backup_workers.html#choose-how-many-backups",
+    "torch_conformance": "conformance.html",
+}
+"""Where pages of earlier versions went."""
+REDIRECT = """<!doctype html>
+<meta charset="utf-8">
+<title>Moved</title>
+<meta http-equiv="refresh" content="0; url={there}">
+<a href="{there}">This page has moved.</a>
+"""
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
@@ -78,6 +103,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{kept})"
 
     return LINK.sub(led, markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let the names of pages of earlier versions lead to where these went."""
+    for old, new in MOVED.items():
+        page = Path(config.site_dir, f"{old}.html")
+        page.write_text(REDIRECT.format(there=posixpath.relpath(new, posixpath.dirname(old) or ".")))
 
 
 def registered_algorithms() -> str:

@@ -192,7 +192,7 @@ def torchft(backend):
 
 
 def process_group_of_torchft():
-    """The class of docs/integrations.md."""
+    """The class of docs/ddp.md."""
     from torchft.process_group import ProcessGroupWrapper  # noqa: PLC0415
 
     class ProcessGroupCommrt(ProcessGroupWrapper):
