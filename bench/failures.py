@@ -251,14 +251,14 @@ def draw_picture(records: Sequence[Record], path: Path) -> None:
             [one["ratio"] - one["ratio_low"] for one in mine],
             [0.0 if isinf(one["ratio_high"]) else one["ratio_high"] - one["ratio"] for one in mine],
         ]
-        colour = ("#c6dbef", "#6baed6", "#08519c")[number % 3]
+        colour = ("#c6dbef", "#6baed6", "#2171b5")[number % 3]
         label = f"a failure every {rate} steps"
         axes.barh(places, widths, xerr=spread, height=0.24, color=colour, label=label, error_kw={"lw": 1})
-    axes.set_yticks(range(len(names)), [NAMES[name].replace("`", "") for name in names], fontsize=8)
+    axes.set_yticks(range(len(names)), [NAMES[name].replace("`", "") for name in names], fontsize=9)
     axes.invert_yaxis()
     axes.axvline(1.0, color="0.3", lw=0.8)
     axes.set_title("time to the last step over that without failures", fontsize=9, loc="left")
-    axes.legend(fontsize=8, frameon=False, loc="center right")
+    axes.legend(fontsize=9, frameon=False, loc="center right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
 

@@ -231,8 +231,8 @@ def draw(suite: str, records: Sequence[Record], folder: Path) -> None:
             spread = [[one["ratio"] - one["ratio_quantile20"]], [one["ratio_quantile80"] - one["ratio"]]]
             colour = "#bdbdbd" if one["variant"] == one["peer"] else "#4292c6"
             axes.barh(place, one["ratio"], color=colour, xerr=spread, error_kw={"lw": 1}, height=0.72)
-            axes.text(0.005, place, f" {one['ratio']:.2f}", va="center", fontsize=8, color="w", weight="bold")
-        axes.set_yticks(range(len(rows)), [one["variant"] for one in rows], fontsize=8)
+            axes.text(0.005, place, f" {one['ratio']:.2f}", va="center", fontsize=9, color="w", weight="bold")
+        axes.set_yticks(range(len(rows)), [one["variant"] for one in rows], fontsize=9)
         axes.invert_yaxis()
         axes.axvline(1.0, color="0.3", lw=0.8)
         axes.set_title(f"{case}: time over that of {rows[0]['peer']}", fontsize=9, loc="left")

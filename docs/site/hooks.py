@@ -109,7 +109,9 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Let the names of pages of earlier versions lead to where these went."""
     for old, new in MOVED.items():
         page = Path(config.site_dir, f"{old}.html")
-        page.write_text(REDIRECT.format(there=posixpath.relpath(new, posixpath.dirname(old) or ".")))
+        page.write_text(
+            REDIRECT.format(there=posixpath.relpath(new, posixpath.dirname(old) or "."))
+        )
 
 
 def registered_algorithms() -> str:

@@ -27,11 +27,11 @@ COLOURS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",
     "optimizer": "#bdbdbd",
-    "pack": "#a1d99b",
-    "unpack": "#31a354",
-    "wait": "#cb181d",
+    "pack": "#dadaeb",
+    "unpack": "#9e9ac8",
+    "wait": "#e6550d",
     "reduce": "#6a51a3",
-    "nccl": "#fd8d3c",
+    "nccl": "#fdae6b",
     "copy": "#fdd0a2",
     "other": "#636363",
     "host": "#e7cb94",
@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument(
         "record", nargs="?", type=Path, help="by default the newest of bench/results"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures" / "gpu_step.svg")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures" / "step_on_gpu.svg")
     options = parser.parse_args()
     path = options.record or newest()
     if path is None or not path.exists():
@@ -93,8 +93,8 @@ def drawn(record: dict[str, Any], shown: dict[str, dict[str, Any]]) -> Figure:
     )
     heights = [1.0 + len(each) for each in rows]
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (way, profile), each in zip(panels, shown.items(), rows, strict=True):
-        draw_panel(axes, f"{way}: {profile['us'] / 1e3:.1f} ms", each)
+    for axes, way, each in zip(panels, shown, rows, strict=True):
+        draw_panel(axes, way, each)
     panels[-1].set_xlabel("ms")
     panels[-1].set_xlim(0, max(profile["us"] for profile in shown.values()) / 1e3)
     there = {kind for each in rows for bars in each.values() for kind in bars}

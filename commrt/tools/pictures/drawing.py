@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_STEPS = 130
+CHUNKS = ["#2171b5", "#41b6e6", "#8c6bb1", "#e6550d", "#fdb441"]
+"""Colours from the first chunk to the last, for colour-blind eyes too, on light and dark."""
 SIZE_LIMIT = f"a picture can show {MAX_RANKS} ranks and {MAX_STEPS} steps"
 
 
@@ -32,18 +34,21 @@ def draw_schedule(schedule: Schedule) -> Figure:
     """
     steps = _require_small(schedule)
     figure, axes = new_figure(2.2 + 0.95 * max(len(steps), 2), 1.6 + 0.32 * schedule.ranks)
-    from matplotlib import colormaps  # noqa: PLC0415  # new_figure has said what to install
+    from matplotlib.colors import LinearSegmentedColormap  # noqa: PLC0415  # new_figure asked for it
 
-    colours = colormaps["turbo"](np.linspace(0.05, 0.95, max(schedule.chunks, 2)))
+    colours = LinearSegmentedColormap.from_list("chunks", CHUNKS)(
+        np.linspace(0, 1, max(schedule.chunks, 2))
+    )
     for number, step in enumerate(steps):
         _draw_transfers(axes, number, step, schedule.ranks, colours)
     for number, (begin, end, name) in enumerate(_phases(steps)):
-        axes.axvspan(begin, end, color="0.95" if number % 2 else "1.0", zorder=0)
+        if number % 2:
+            axes.axvspan(begin, end, color="0.95", lw=0, zorder=0)
         axes.text((begin + end) / 2, -0.75, name, ha="center", va="bottom", fontsize=9)
     axes.set_xlim(0, max(len(steps), 1))
     axes.set_ylim(schedule.ranks - 0.4, -1.3)
     names = [f"rank {rank}" for rank in range(schedule.ranks)]
-    axes.set_yticks(range(schedule.ranks), names, fontsize=8)
+    axes.set_yticks(range(schedule.ranks), names, fontsize=9)
     axes.set_xticks(np.arange(len(steps)) + 0.5, map(str, range(len(steps))))
     axes.set_xlabel("step")
     title = f"{schedule.name}: {schedule.ranks} ranks, {schedule.chunks} chunks, {len(steps)} steps"

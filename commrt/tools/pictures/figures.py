@@ -21,15 +21,15 @@ MAX_RANKS = 64
 COLOURS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",
-    "wait": "#cb181d",
+    "wait": "#e6550d",
     "optimizer": "#bdbdbd",
-    "bucket": "#74c476",
-    "hop": "#fd8d3c",
+    "bucket": "#bcbddc",
+    "hop": "#fdae6b",
     "combine": "#6a51a3",
 }
 """Of the parts of a step, by name, each drawn over those before it.
 
-Green parts of a bucket are packing and unpacking.
+Parts of a bucket in its own colour are packing and unpacking.
 """
 
 
