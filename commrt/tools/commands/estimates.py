@@ -22,6 +22,7 @@ from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import compute_of, workload_called
 from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
 from commrt.tools.planning.computing_times import Jitter
+from commrt.tools.planning.python_calls import short_name
 from commrt.tools.planning.timeline import (
     blocking_step,
     gossip_efficiency,
@@ -72,7 +73,7 @@ class ExchangeEstimate:
         bound = exchange_bound_s if isinstance(self.algorithm, Gossip) else all_reduce_bound_s
         bound_s = bound(self.cluster, self.ranks, self.nbytes)
         known: dict[str, Any] = {
-            "algorithm": str(self.algorithm),
+            "algorithm": short_name(self.algorithm),
             "ranks": self.ranks,
             "cluster": self.cluster.name,
             "nbytes": self.nbytes,

@@ -18,6 +18,7 @@ from commrt.tools.commands.output import json_of
 from commrt.tools.commands.price_words import about, quantizer_sentence
 from commrt.tools.commands.simulate import step_table
 from commrt.tools.planning.local_steps import LocalSteps
+from commrt.tools.planning.python_calls import short_name
 from commrt.tools.planning.timeline import overlapped_step
 
 
@@ -77,7 +78,7 @@ def _show(record: dict[str, Any], exchange: ExchangeEstimate, algorithm: LocalSG
     parts = f", in {record['fragments']:,} fragments" * (record["fragments"] > 1)
     place = f"{record['ranks']:,} ranks of {cluster.name}"
     print(
-        f"{algorithm.inner} on {place}: {size} in {1e3 * record['seconds']:.3f} ms once per"
+        f"{short_name(algorithm.inner)} on {place}: {size} in {1e3 * record['seconds']:.3f} ms once per"
         f" period{parts}"
     )
     if exchange.pricing.quantizer is not None:
