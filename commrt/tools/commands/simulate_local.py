@@ -78,8 +78,8 @@ def _show(record: dict[str, Any], exchange: ExchangeEstimate, algorithm: LocalSG
     parts = f", in {record['fragments']:,} fragments" * (record["fragments"] > 1)
     place = f"{record['ranks']:,} ranks of {cluster.name}"
     print(
-        f"{short_name(algorithm.inner)} on {place}: {size} in {1e3 * record['seconds']:.3f} ms once per"
-        f" period{parts}"
+        f"{short_name(algorithm.inner)} on {place}: {size} in {1e3 * record['seconds']:.3f} ms"
+        f" once per period{parts}"
     )
     if exchange.pricing.quantizer is not None:
         coding_s = (
