@@ -404,7 +404,7 @@ def test_a_replacement_is_not_admitted_during_a_collective(members):
     arriving(found[0])()
     late = replacement(found, 1)
     (error,) = until_the_deadline([lambda: come(late)])
-    assert "are in a collective, or did not answer" in str(error)
+    assert "in its last try ranks [0] were in a collective (save())" in str(error)
     answering(found[:1])
     found[0].calls.leave()
     assert come(replacement(found, 1)).current().ranks == (0, 1)

@@ -327,18 +327,20 @@ class Member:
             )
         self.processes.replace(is_new=self.rank not in self._founders)
         limit = Deadline(self.timeout_s())
-        while not self._try_to_join(fetch_state, limit):
+        while missing := self._try_to_join(fetch_state, limit):
             if limit.left_s <= 0:
                 what = (
-                    "the other ranks are in a collective, or did not answer, for"
-                    f" {self.timeout_s():g} s"
+                    f"the other ranks did not admit this process within {self.timeout_s():g} s: in"
+                    f" its last try {missing}; look at their output, or raise timeout_s"
                 )
                 raise DeadlineExceeded(what, Place(self.rank))
             Event().wait(POLL_MOST_S)
         self._start()
 
-    def _try_to_join(self, fetch_state: Callable[[], bool], limit: Deadline) -> bool:
-        """Take the state of others, and ask to join; return True if this process is a member."""
+    def _try_to_join(self, fetch_state: Callable[[], bool], limit: Deadline) -> str:
+        """Take the state of others, and ask to join; return what was missing, "" if this process is
+        a member.
+        """
         self.processes.require_latest()
         head = self.roster.head()
         self.generation = head.generation  # liveness checks of sources need the processes of now
@@ -347,12 +349,14 @@ class Member:
                 f"this process takes the place of rank {self.rank}, but all others have finished or"
                 " are gone"
             )
-        if head.phase != OPEN or not fetch_state():
-            return False
+        if head.phase != OPEN:
+            return self._what_runs(head)
+        if not fetch_state():
+            return "no rank gave its state in a backward pass"
         now = self.roster.head()
         self.generation = now.generation
         if (now.collective, now.phase) != (head.collective, head.phase):  # the state lacks one
-            return False
+            return "they began a collective after they gave their state"
         self.collective = head.collective
         self.roster.ask_to_join(now, self.processes.incarnation)
         self.roster.call_members(self.generation)
@@ -361,7 +365,17 @@ class Member:
             if after.number > self.generation.number or limit.left_s <= 0:
                 break
             Event().wait(pause_s)
-        return after.members.get(self.rank) == self.processes.incarnation
+        if after.members.get(self.rank) == self.processes.incarnation:
+            return ""
+        if after.number == self.generation.number:
+            return "they did not answer its request for a roll call"
+        return "they formed a generation without it"
+
+    def _what_runs(self, head: Head) -> str:
+        """Say who has come to the collective of `head`."""
+        come = self.roster.arrivals(arrival_key(head.generation, head.collective))
+        calls = sorted({arrival.what for arrival in come.values()})
+        return f"ranks {sorted(come)} were in a collective ({', '.join(calls)})"
 
     def _start(self) -> None:
         self._watched = self.generation.number + 1

@@ -71,8 +71,8 @@ class GrowingReplica(LocalReplica):
                 )
             if limit.left_s <= 0:
                 what = (
-                    "the other ranks are in a collective, or did not answer, for"
-                    f" {self._world.timeout_s:g} s"
+                    "the other ranks did not give their state within"
+                    f" {self._world.timeout_s:g} s: look at their output, or raise timeout_s"
                 )
                 raise DeadlineExceeded(what, Place(self._world.rank))
         membership.start_no_earlier(self._fragments[0].left)
