@@ -14,7 +14,7 @@ import commrt
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.algorithms.torus import Torus2D
 
-STEPS = 20
+STEPS = 10
 SAMPLES = 240  # divides by 1, 2, 3, 4, 5, 6 and 8 workers, and again by 2 micro-batches
 CLASSES = 7
 
