@@ -6,6 +6,9 @@ They raise, and change nothing. Ways to train in other rooms check their argumen
 
 from __future__ import annotations
 
+from typing import cast
+
+from commrt.algorithm import Algorithm
 from commrt.errors import UsageError
 
 
@@ -22,6 +25,22 @@ def require_whole(name: str, value: object, least: int = 1, most: int | None = N
     if type(value) is not int or value < least or (most is not None and value > most):
         limit = "on" if most is None else f"to {most:,}"
         raise UsageError(f"{name}={value!r:.80}: give a whole number from {least} {limit}")
+
+
+def as_algorithm(value: object, name: str = "algorithm") -> Algorithm:
+    """Return `value`, or the algorithm that is called so (`catalogue.by_name`).
+
+    Raises `UsageError` for an unknown name, and for what makes no schedules.
+
+    >>> as_algorithm("ring")
+    Ring()
+    """
+    if isinstance(value, str):
+        from commrt.algorithms.catalogue import by_name  # noqa: PLC0415  # imports all of them
+
+        return by_name(value)
+    require_maker(name, value)
+    return cast("Algorithm", value)
 
 
 def require_maker(name: str, value: object) -> None:

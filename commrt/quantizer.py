@@ -2,7 +2,8 @@
 """The format of wires of few bits: what codes a value becomes, and how they lie in memory.
 
 Frozen data without torch or state, so any thread may use it. It stands below `kernels`, which turn
-values into these codes, and `quantization`, which carries them. Values are quantized in *blocks*: a
+values into these codes, and `quantization`, which carries them. The names of all wires stand at the
+end. Values are quantized in *blocks*: a
 block has one scale, a bfloat16, and one code per value. Eight blocks make a *tile*, the smallest
 part of a buffer that travels: its scales come first, then its codes. Codes do not add, so they are
 summed as the values that they stand for.
@@ -149,3 +150,10 @@ def Int2(  # noqa: N802
 def Float8(block: int = 256, *, feedback: bool = False) -> Quantizer:  # noqa: N802
     """Return a wire of 8-bit floats (e4m3): small values keep more digits than in `Int8`."""
     return Quantizer(8, block, feedback, is_float=True)
+
+
+QUANTIZERS = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
+"""By their names on the command line and in ``wire=``: those of functions, in small letters."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The other wires by their names: names of torch's dtypes."""
+WIRE_NAMES = (*DTYPES, *QUANTIZERS)

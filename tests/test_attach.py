@@ -70,7 +70,7 @@ def with_buffer(buffer):
         (net, {"optimizer": [*net().parameters()]}, "a Parameter was given as the optimizer: pass a torch"),
         (net, {"optimizer": halving(sgd(net()))}, "a LambdaLR was given as the optimizer"),
         (net, {"algorithm": commrt.Torus2D(grid=(3, 3))}, "a grid of 3 x 3 does not fit 2 ranks"),
-        (net, {"algorithm": "ring"}, r"algorithm='ring' makes no schedules: pass an object, such as commrt\.Ring"),
+        (net, {"algorithm": "rung"}, "no algorithm is called 'rung': choose one of backup, direct"),
         (net, {"gradients": "copies"}, 'give "own", or "views"'),
         (
             lambda: net().bfloat16(),

@@ -13,10 +13,11 @@ import commrt
 from commrt.algorithms.registration import Nodes, Shape
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.quantizer import QUANTIZERS
 from commrt.tools.commands.arguments import Wire
 from commrt.tools.planning.planner import coded_candidates, tried_shapes
 from commrt.tools.planning.python_calls import PYTHON_WIRES, python_call
-from commrt.tools.planning.wires import ITEMS, QUANTIZERS
+from commrt.tools.planning.wires import ITEMS
 
 
 def pasted(python):

@@ -2,23 +2,25 @@
 """A call of World.all_reduce: whether it can work, and what of it must be equal on all ranks.
 
 Pure checks on the calling thread; only a quantized wire's module may be imported here. Other ways
-to sum refuse by the same (`check_all_reduce`, `is_expanded`).
+to sum refuse by the same (`check_all_reduce`, `is_expanded`), and other calls that write to a
+tensor (`require_writable`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.arguments import require_maker
+from commrt.algorithms.arguments import as_algorithm
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.options import require_compatible
 from commrt.runtime.tags import check_tag
-from commrt.runtime.wire import AnyWire, check_wire, is_quantized, travels_as
+from commrt.runtime.wire import AnyWire, as_wire, is_quantized, travels_as
 from commrt.runtime.wire_carrier import carrier_of
 from commrt.transport.protocol import Tag
 
@@ -27,7 +29,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 """Narrower ones would overflow: each rank adds flags to the sum as well."""
 
-OPS = ("mean", "sum")
+Op = Literal["mean", "avg", "sum"] | ReduceOp | ReduceOp.RedOpType
+"""What `World.all_reduce` takes as its `op`."""
+
+OPS = {"mean": "mean", "avg": "mean", "sum": "sum"}
+"""By all their names, those of torch's ``ReduceOp`` in small letters."""
 
 SHORT_NBYTES = 16 << 10
 """Up to so many bytes a message costs more than they do."""
@@ -71,20 +77,21 @@ class AllReduce(NamedTuple):
 
 def check_all_reduce_call(
     tensor: Tensor,
-    op: str,
-    algorithm: Algorithm | None,
-    wire: AnyWire | None,
+    op: Op,
+    algorithm: Algorithm | str | None,
+    wire: AnyWire | str | None,
     tag: Tag,
     residual: Tensor | None,
 ) -> AllReduce:
     """Return the checked call; raises `UsageError` for what cannot be summed."""
-    _check_tensor(tensor)
-    _check_arithmetic(tensor.dtype, op)
-    check_wire(wire)
-    if algorithm is not None or wire is not None:
-        check_all_reduce(DEFAULT if algorithm is None else algorithm, wire)
+    require_writable("all_reduce()", tensor)
+    op_name = _name_of(op)
+    _check_arithmetic(tensor.dtype, op_name)
+    values = as_wire(wire)
+    if algorithm is not None or values is not None:
+        check_all_reduce(DEFAULT if algorithm is None else algorithm, values)
     check_tag(tag)
-    travels = travels_as(tensor.dtype, wire)
+    travels = travels_as(tensor.dtype, values)
     if is_quantized(travels):
         carrier_of(travels).check_residual(travels, residual, tensor)
     elif residual is not None:
@@ -93,13 +100,12 @@ def check_all_reduce_call(
         )
     # a meta tensor has the strides of a dense one, and makes others dense
     like = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
-    return AllReduce(op, like.shape, like.stride(), like.dtype, travels, tensor.device)
+    return AllReduce(op_name, like.shape, like.stride(), like.dtype, travels, tensor.device)
 
 
-def check_all_reduce(algorithm: Algorithm, wire: AnyWire | None = None) -> None:
+def check_all_reduce(algorithm: Algorithm | str, wire: AnyWire | None = None) -> None:
     """Raise `UsageError` for an algorithm that is no all-reduce, or a wire only for `attach`."""
-    require_maker("algorithm", algorithm)
-    require_compatible(algorithm, wire, ["all-reduce"])
+    require_compatible(as_algorithm(algorithm), wire, ["all-reduce"])
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -108,11 +114,11 @@ def is_expanded(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and any(size > 1 and not stride for size, stride in strides)
 
 
-def _check_tensor(tensor: Tensor) -> None:
+def require_writable(what: str, tensor: object) -> None:
+    """Raise `UsageError` for what is no plain dense tensor, to which `what` could write."""
     if not isinstance(tensor, Tensor):
         raise UsageError(
-            f"all_reduce() takes a tensor, not a {type(tensor).__name__}: make one with"
-            " torch.tensor()"
+            f"{what} takes a tensor, not a {type(tensor).__name__}: make one with torch.tensor()"
         )
     for is_so, complaint in (
         (
@@ -130,17 +136,27 @@ def _check_tensor(tensor: Tensor) -> None:
         ),
     ):
         if is_so:
-            raise UsageError(f"all_reduce() writes to its tensor, which {complaint}")
+            raise UsageError(f"{what} writes to its tensor, which {complaint}")
     if is_expanded(tensor):
         raise UsageError(
-            "all_reduce() writes to its tensor, of which several elements share one place: use its"
+            f"{what} writes to its tensor, of which several elements share one place: use its"
             " clone()"
         )
 
 
+def _name_of(op: object) -> str:
+    """Return "mean" or "sum" for one of `OPS`, or for torch's ``ReduceOp`` of that name."""
+    name = getattr(getattr(op, "op", op), "name", op)
+    found = OPS.get(name.lower()) if isinstance(name, str) else None
+    if found is None:
+        raise UsageError(
+            f'op={name!r:.80}: use "mean", as gradients are averaged, or "sum"; for others take'
+            " all_gather_object(), or torch.distributed over the backend commrt"
+        )
+    return found
+
+
 def _check_arithmetic(dtype: torch.dtype, op: str) -> None:
-    if op not in OPS:
-        raise UsageError(f'op={op!r:.80}: use "mean", as gradients are averaged, or "sum"')
     if dtype not in (*FLOATS, *INTEGERS):
         offered = ", ".join(str(one) for one in (*FLOATS, *INTEGERS))
         raise UsageError(f"all_reduce() of {dtype}: convert it to one of {offered} first")

@@ -25,7 +25,7 @@ from commrt.proof.summing import MOST_SUMMING_STEPS, summing_steps
 from commrt.quantizer import Quantizer
 from commrt.runtime.all_reduce_call import DEFAULT, AllReduce, check_all_reduce
 from commrt.runtime.sliced_sum import slice_numel, travels_in_slices
-from commrt.runtime.wire import AnyWire, buffer_dtype, check_wire, is_quantized, travels_as
+from commrt.runtime.wire import AnyWire, as_wire, buffer_dtype, is_quantized, travels_as
 from commrt.runtime.wire_carrier import carrier_of
 from commrt.schedule import Schedule
 from commrt.store.environment import variable
@@ -112,11 +112,14 @@ class Explanation:
 
 
 def all_reduce_of(
-    nbytes: int, algorithm: Algorithm | None, wire: AnyWire | None, device: torch.device
+    nbytes: int,
+    algorithm: Algorithm | str | None,
+    named: AnyWire | str | None,
+    device: torch.device,
 ) -> AllReduce:
     """Return the checked call for `nbytes` of fp32 values; raises `UsageError`."""
     require_whole("nbytes", nbytes, 0)
-    check_wire(wire)
+    wire = as_wire(named)
     if algorithm is not None or wire is not None:
         check_all_reduce(DEFAULT if algorithm is None else algorithm, wire)
     values = torch.float32

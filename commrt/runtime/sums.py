@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from commrt.algorithm import Algorithm
+from commrt.algorithms.arguments import as_algorithm
 from commrt.algorithms.direct import MOST_IN_ONE_SHOT, one_shot
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -27,7 +28,7 @@ from commrt.program import Program, member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.proof.summing import require_short_sums
-from commrt.runtime.all_reduce_call import DEFAULT, AllReduce
+from commrt.runtime.all_reduce_call import DEFAULT, AllReduce, Op
 from commrt.runtime.bound_sum import BoundSum
 from commrt.runtime.comparison import Claim
 from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind
@@ -80,7 +81,7 @@ class Sums:
         self._memory = Scratch(self._allocate)
         self._unconfirmed: deque[tuple[BoundSum, Tag]] = deque(maxlen=UNCONFIRMED)
 
-    def schedule(self, algorithm: Algorithm | None, call: AllReduce) -> Schedule:
+    def schedule(self, algorithm: Algorithm | str | None, call: AllReduce) -> Schedule:
         """Return the members' proven schedule; raises `UsageError` or `ScheduleError` if none.
 
         Without an `algorithm` few bytes among few ranks take one step: a message costs more than
@@ -95,7 +96,7 @@ class Sums:
         return schedule
 
     def known(
-        self, tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None
+        self, tensor: Tensor, op: Op, algorithm: Algorithm | str | None, wire: AnyWire | str | None
     ) -> BoundSum | None:
         """Return what such a call may `repeat` unchecked, as `remember` noted one; else None."""
         try:
@@ -113,9 +114,9 @@ class Sums:
     def remember(
         self,
         tensor: Tensor,
-        op: str,
-        algorithm: Algorithm | None,
-        wire: AnyWire | None,
+        op: Op,
+        algorithm: Algorithm | str | None,
+        wire: AnyWire | str | None,
         call: AllReduce,
     ) -> None:
         """Note a call that was made, of a tensor without gaps on the host: `known` finds it.
@@ -240,7 +241,7 @@ class Sums:
 
 
 def _kind_of(
-    tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None
+    tensor: Tensor, op: Op, algorithm: Algorithm | str | None, wire: AnyWire | str | None
 ) -> tuple[Any, ...]:
     """Return all on which it depends whether a call is right, but for values and tag."""
     return (
@@ -255,10 +256,10 @@ def _kind_of(
     )
 
 
-def _chosen(algorithm: Algorithm | None, call: AllReduce, ranks: int) -> Schedule:
+def _chosen(algorithm: Algorithm | str | None, call: AllReduce, ranks: int) -> Schedule:
     if algorithm is None and call.is_short and ranks <= MOST_IN_ONE_SHOT:
         return one_shot(ranks)
-    return schedule_of(DEFAULT if algorithm is None else algorithm, 0, ranks)
+    return schedule_of(DEFAULT if algorithm is None else as_algorithm(algorithm), 0, ranks)
 
 
 @lru_cache(KEPT)

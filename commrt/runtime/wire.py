@@ -42,14 +42,36 @@ def is_quantized(wire: object) -> TypeGuard[QuantizedWire]:
     return isinstance(getattr(wire, "carried_by", None), str) and not isinstance(wire, type)
 
 
-def check_wire(wire: AnyWire | None) -> None:
-    """Raise `UsageError` for what cannot travel."""
-    if wire is None or is_quantized(wire) or (isinstance(wire, torch.dtype) and wire in WIRES):
-        return
+def as_wire(wire: object) -> AnyWire | None:
+    """Return `wire`, or the one that is called so; raises `UsageError` for what cannot travel.
+
+    >>> as_wire("bf16"), as_wire("bfloat16"), as_wire(torch.bfloat16), as_wire(None)
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16, None)
+    """
+    if isinstance(wire, str):
+        return _wire_called(wire)
+    if wire is None or is_quantized(wire):
+        return wire
+    if isinstance(wire, torch.dtype) and wire in WIRES:
+        return wire
     offered = ", ".join(map(str, WIRES))
     raise UsageError(
         f"wire={wire!s:.80} cannot travel: use {offered}, a quantizer such as"
         " commrt.Int8(), or None for each dtype as it is"
+    )
+
+
+def _wire_called(name: str) -> AnyWire:
+    from commrt import quantizer  # noqa: PLC0415  # needed for a name only
+
+    key = name.lower()
+    for short, dtype in quantizer.DTYPES.items():
+        if key in {short, dtype}:
+            return cast("torch.dtype", getattr(torch, dtype))
+    if key in quantizer.QUANTIZERS:
+        return quantizer.QUANTIZERS[key]
+    raise UsageError(
+        f"no wire is called {name!r:.80}: choose one of {', '.join(quantizer.WIRE_NAMES)}"
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.distributed import Store
 from commrt.algorithm import Algorithm
 from commrt.errors import DisagreementError, UsageError
 from commrt.program import member_program
-from commrt.runtime.all_reduce_call import check_all_reduce_call
+from commrt.runtime.all_reduce_call import Op, check_all_reduce_call, require_writable
 from commrt.runtime.comparison import ConsistencyCheck
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.ending import Ending
@@ -29,6 +29,13 @@ from commrt.runtime.generation import Generation, Loss
 from commrt.runtime.gpu_connection import connect_world, default_device
 from commrt.runtime.membership import REFUSALS, Begin, Membership, RunNow
 from commrt.runtime.model_hooks import NO_HOOKS
+from commrt.runtime.object_rows import (
+    all_gather_among,
+    broadcast_among,
+    packed,
+    require_member,
+    unpacked,
+)
 from commrt.runtime.prepared_runs import PreparedRuns, check_run
 from commrt.runtime.sums import Sums
 from commrt.runtime.tags import UNNAMED
@@ -46,6 +53,9 @@ from commrt.transport.protocol import Tag, Transport
 
 if TYPE_CHECKING:
     from commrt.runtime.explanation import Explanation
+
+BROADCAST = Tag(0, "broadcast")
+GATHER = Tag(0, "gather")
 
 
 @untraced
@@ -220,10 +230,10 @@ class World:
     def all_reduce(
         self,
         tensor: Tensor,
-        op: Literal["mean", "sum"] = "mean",
+        op: Op = "mean",
         *,
-        algorithm: Algorithm | None = None,
-        wire: AnyWire | None = None,
+        algorithm: Algorithm | str | None = None,
+        wire: AnyWire | str | None = None,
         residual: Tensor | None = None,
         async_op: bool = False,
         tag: Tag = UNNAMED,
@@ -234,11 +244,12 @@ class World:
         to all others, and ``Torus2D()`` for more.
 
         It waits for the result, unless `async_op`: then wait for the `Work`. As in `run`, Ctrl-C in
-        a call that waits may end the world. `wire` is what travels, as for `attach`; one with
-        feedback keeps what rounding lost in `residual`, fp32 [elements], zeros at first. int32 and
-        int64 have a sum and no mean. `tag` names the transfer in errors and traces. While a model
-        gossips or has backup workers, the call always waits, copies the tensor, and goes on without
-        lost ranks.
+        a call that waits may end the world. `op` may be torch's ``ReduceOp.SUM`` or ``AVG`` too.
+        `algorithm` and `wire`, what travels, are as for `attach`, or names, such as "ring" and
+        "bf16". A wire with feedback keeps what rounding lost in `residual`, fp32 [elements], zeros
+        at first. int32 and int64 have a sum and no mean. `tag` names the transfer in errors and
+        traces. While a model gossips or has backup workers, the call always waits, copies the
+        tensor, and goes on without lost ranks.
 
         Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError`
         on all ranks if sizes, wire dtypes or algorithms differ in a call that is new to them. The
@@ -286,8 +297,8 @@ class World:
         self,
         nbytes: int,
         *,
-        algorithm: Algorithm | None = None,
-        wire: AnyWire | None = None,
+        algorithm: Algorithm | str | None = None,
+        wire: AnyWire | str | None = None,
         device: torch.device | str = "cpu",
     ) -> Explanation:
         """Return what `all_reduce` of `nbytes` of fp32 values runs on this rank, and its price.
@@ -301,6 +312,92 @@ class World:
 
         call = all_reduce_of(nbytes, algorithm, wire, torch.device(device))
         return explained(call, self._sums.schedule(algorithm, call), self.members, self.transport)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Overwrite `tensor`, of any shape and dtype, with that of rank `root`. Collective.
+
+        It waits for the result, and goes on without lost ranks where `all_reduce` does. Raises
+        `UsageError` for what cannot be sent and if `root` is lost, and `DisagreementError` on all
+        ranks if sizes, dtypes or roots differ in a call that is new to them.
+        """
+        require_writable("broadcast()", tensor)
+
+        def begin() -> RunNow:
+            members = self.membership.ranks
+            require_member(root, members, "broadcast()")
+            schedule = broadcast_among(members, root, self.size)
+            self._runs.require_possible(schedule, row)
+
+            def run_now(copied: Tensor) -> None:
+                self._runs.run(schedule, copied, BROADCAST, self.comm_thread.listener)
+
+            return run_now
+
+        with self.collective("broadcast()"):
+            row = tensor.detach().contiguous().view(-1)
+            if tensor.is_cuda:
+                self.connect(tensor.device)
+            self._work(begin, row, async_op=False)
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(row.view_as(tensor))
+
+    def broadcast_object(self, obj: object = None, root: int = 0) -> Any:
+        """Return the object of rank `root`, which alone needs to give one. Collective.
+
+        For objects see `all_gather_object`, for the rest `broadcast`.
+        """
+        with self.collective("broadcast_object()"):
+            sent = packed(obj if self.rank == root else None)
+            nbytes = torch.tensor([len(sent)], device="cpu")
+            self.broadcast(nbytes, root)
+            row = sent if self.rank == root else sent.new_empty(int(nbytes))
+            self.broadcast(row, root)
+        return unpacked(row)
+
+    def all_gather_object(self, obj: object) -> list[Any]:
+        """Return the objects of all ranks, in the order of `members`. Collective.
+
+        Objects are numbers, strings, bytes, tensors, and lists, tuples or dicts of these; tensors
+        arrive in host memory. Each rank sends as many bytes as the largest object has. Raises
+        `UsageError` for other objects. Goes on without lost ranks where `all_reduce` does: their
+        objects are missing then.
+        """
+        with self.collective("all_gather_object()"):
+            own = packed(obj)
+            sizes = torch.zeros(self.size, 1, dtype=torch.int64, device="cpu")
+            sizes[self.rank] = len(own)
+            self._gather_rows(sizes)
+            # one byte more tells who took part
+            rows = torch.zeros(self.size, 1 + int(sizes.max()), dtype=torch.uint8, device="cpu")
+            rows[self.rank, 0] = 1
+            rows[self.rank, 1 : 1 + len(own)] = own
+            self._gather_rows(rows)
+        took_part = rows[:, 0].nonzero().flatten().tolist()
+        return [unpacked(rows[rank, 1 : 1 + int(sizes[rank])]) for rank in took_part]
+
+    def _gather_rows(self, rows: Tensor) -> None:
+        """Overwrite `rows` [places, ...], of which each member has filled its own, with all."""
+
+        def begin() -> RunNow:
+            def run_now(copied: Tensor) -> None:
+                members = self.membership.ranks
+                theirs = copied[list(members)]
+                schedule = all_gather_among(members, self.size)
+                self._runs.run(schedule, theirs.view(-1), GATHER, self.comm_thread.listener)
+                copied[list(members)] = theirs
+
+            return run_now
+
+        self._work(begin, rows, async_op=False)
+
+    def barrier(self) -> None:
+        """Return once all ranks have called it. Collective.
+
+        It waits for ranks, not for what their GPUs still do. Raises `DisagreementError` on all
+        ranks if one has called `agree` about something else.
+        """
+        with self.collective("barrier()"):
+            self.agree("barrier")
 
     def agree(self, topic: str, **claim: str) -> None:
         """Return once all ranks left made the same `claim` about `topic`. Collective among those.

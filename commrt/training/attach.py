@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commrt.algorithm import SYNCHRONOUS, Algorithm
-from commrt.algorithms.arguments import require_maker
+from commrt.algorithms.arguments import as_algorithm
 from commrt.algorithms.torus import Torus2D
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.plan import MIB
@@ -48,10 +48,10 @@ from commrt.training.weight_copies import WeightCopies
 def attach(  # noqa: PLR0913  # each has its default
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    algorithm: Algorithm = Torus2D(),  # noqa: B008  # a frozen value
+    algorithm: Algorithm | str = Torus2D(),  # noqa: B008  # a frozen value
     *,
     world: World | None = None,
-    wire: AnyWire | None = None,
+    wire: AnyWire | str | None = None,
     bucket_cap_mb: float = 25.0,
     gradients: Literal["own", "views"] = "own",
     broadcast_buffers: bool = True,
@@ -69,10 +69,12 @@ def attach(  # noqa: PLR0913  # each has its default
 
     - `optimizer`: one, or all that step this model. ``step`` then refuses gradients that were never
       averaged, and ranks compare the optimizers' settings, now and in each step.
-    - `wire`: the dtype that travels. bfloat16 or float16 halve the bytes; sums are formed in fp32
-      and rounded to the wire at each hop, and replicas stay bitwise equal. Gradients of no wider
-      dtype travel as they are. A quantizer such as ``commrt.Int4()`` sends fewer bits;
-      it needs an algorithm that sums in one step, ``commrt.Direct()``.
+    - `algorithm`: an object, or its name on the command line, such as "ring", "gossip" or "local".
+    - `wire`: the dtype that travels, or a name, such as "bf16" or "int4". bfloat16 or float16
+      halve the bytes; sums are formed in fp32 and rounded to the wire at each hop, and replicas
+      stay bitwise equal. Gradients of no wider dtype travel as they are. A quantizer such as
+      ``commrt.Int4()`` sends fewer bits; it needs an algorithm that sums in one step,
+      ``commrt.Direct()``.
     - `bucket_cap_mb`: the size of a bucket, in MiB of gradients that travel together.
     - `gradients`: ``"views"`` keeps them in the buffers that travel, which saves the time of a copy
       and, on CPUs, its memory. ``param.grad`` is then the same memory in every step: clone what
@@ -102,7 +104,7 @@ def attach(  # noqa: PLR0913  # each has its default
     require_open_to_models(world)
     check_stateful(also, "attach(also=)")
     require_module(model)
-    require_maker("algorithm", algorithm)
+    algorithm = as_algorithm(algorithm)
     wire = wire_of(algorithm, wire)
     chosen = {
         "graphs": graphs is True,

@@ -16,11 +16,12 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 
 from commrt.algorithm import Algorithm
+from commrt.algorithms.arguments import as_algorithm
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.runtime.all_reduce_call import check_all_reduce
 from commrt.runtime.init import init, is_open
-from commrt.runtime.wire import AnyWire, check_wire, is_quantized
+from commrt.runtime.wire import AnyWire, as_wire, is_quantized
 from commrt.runtime.work import Work
 from commrt.runtime.world import World
 from commrt.training.backward_pass import NO_PASS, at_end_of_backward, current_pass
@@ -42,8 +43,8 @@ class DDPState:
     The hook alone writes the fields but these three; of others it counts in `World.attached`.
     """
 
-    algorithm: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
-    wire: AnyWire | None = None
+    algorithm: Algorithm | str = Torus2D()  # noqa: RUF009  # a frozen value
+    wire: AnyWire | str | None = None
     world: World | None = None
     step: int = field(default=-1, init=False)
     """The step of the gradients that leave, which errors and traces name; only read it."""
@@ -61,7 +62,8 @@ class DDPState:
     """The same for each parameter, as views: DDP's second step has other buckets."""
 
     def __post_init__(self) -> None:
-        check_wire(self.wire)
+        self.algorithm = as_algorithm(self.algorithm)
+        self.wire = as_wire(self.wire)
         check_all_reduce(self.algorithm, self.wire)
 
     def begin(self, bucket: GradBucket) -> Work:

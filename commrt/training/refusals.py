@@ -22,7 +22,7 @@ from commrt.buckets.dtypes import gradient_dtype, wire_dtype
 from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
 from commrt.runtime.all_reduce_call import is_expanded
-from commrt.runtime.wire import AnyWire, check_wire
+from commrt.runtime.wire import AnyWire, as_wire
 from commrt.runtime.world import World
 from commrt.training.optimizer_steps import attached_params
 from commrt.training.parameter_list import EMBEDDINGS
@@ -72,16 +72,15 @@ def require_module(model: object) -> None:
         )
 
 
-def wire_of(algorithm: Algorithm, given: AnyWire | None) -> AnyWire | None:
-    """Return the wire that travels: the `given` one, or the algorithm's."""
-    own: AnyWire | None = getattr(algorithm, "wire", None)
+def wire_of(algorithm: Algorithm, named: AnyWire | str | None) -> AnyWire | None:
+    """Return the wire that travels: the one `named` here, or the algorithm's."""
+    given = as_wire(named)
+    own = as_wire(getattr(algorithm, "wire", None))
     if None not in (given, own) and given != own:
         raise UsageError(
             f"wire={given} here and wire={own} in {type(algorithm).__name__}: give it once"
         )
-    wire = given if own is None else own
-    check_wire(wire)
-    return wire
+    return given if own is None else own
 
 
 def require_size(cap_mb: object) -> None:

@@ -17,6 +17,7 @@ from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
+from commrt.quantizer import QUANTIZERS
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.arguments import CLUSTER, StepOptions, Wire
@@ -24,7 +25,7 @@ from commrt.tools.commands.choosing import compute_of, workload_called
 from commrt.tools.commands.output import json_of
 from commrt.tools.planning.planner import CAPS_MB, Plan, step_plans
 from commrt.tools.planning.python_calls import short_name
-from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, wire_nbytes
+from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 __all__ = ["app"]

@@ -20,11 +20,12 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.quantizer import QUANTIZERS
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.arguments import CLUSTER, Wire
 from commrt.tools.commands.output import json_of
-from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
+from commrt.tools.planning.wires import ITEMS, wire_nbytes
 
 __all__ = ["app"]
 

@@ -19,6 +19,7 @@ from time_to_target import TimeToTarget, Verdict
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
+from commrt.quantizer import QUANTIZERS
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.arguments import CLUSTER, LocalOptions, Wire
@@ -28,7 +29,7 @@ from commrt.tools.commands.output import json_of
 from commrt.tools.pictures.files import require_picture, save_picture
 from commrt.tools.planning.local_steps import LocalSteps
 from commrt.tools.planning.planner import exchange_plans, step_plans
-from commrt.tools.planning.wires import ITEMS, QUANTIZERS, WirePricing, wire_nbytes
+from commrt.tools.planning.wires import ITEMS, WirePricing, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 __all__ = ["app"]

@@ -19,7 +19,8 @@ from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.direct import Direct
 from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
-from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
+from commrt.quantizer import QUANTIZERS, WIRE_NAMES
+from commrt.tools.planning.wires import GRADIENT_NBYTES, wire_nbytes
 from commrt.tools.planning.workload import MODELS, TRANSFORMERS
 
 CLUSTER = "abci"
@@ -27,7 +28,8 @@ _SHAPES = f"transformer:WIDTHxDEPTHxTOKENS, {', '.join(TRANSFORMERS)}"
 FORMS = f"{', '.join(MODELS)}, {_SHAPES}, a .json file of commrt.tools.workload_of(...).save"
 """What --model takes, besides a number of parameters."""
 
-Wire = StrEnum("Wire", ["fp32", "bf16", "fp16", "int8", "int4", "int2", "float8"])
+Wire = StrEnum("Wire", WIRE_NAMES)  # type: ignore[misc]  # it wants a literal list
+FP32 = Wire("fp32")
 LawName = StrEnum("LawName", ["paper", "exponential", "slow"])
 
 
@@ -83,7 +85,7 @@ WIRE_HELP = (
     "The dtype that gradients travel in, or codes of few bits, which need direct: int8, int4, int2,"
     " float8."
 )
-WireDtype = Annotated[Wire, option(help=WIRE_HELP)]
+WireDtype = Annotated[Wire, option(case_sensitive=False, help=WIRE_HELP)]
 BucketCapMb = Annotated[
     float, option(min=0.001, callback=below(1e9), help="Size of a gradient bucket, in MiB.")
 ]
@@ -124,7 +126,7 @@ class ExchangeOptions(NamedTuple):
     nbytes: Nbytes
     ranks: Ranks = 4
     cluster: ClusterName = CLUSTER
-    wire: WireDtype = Wire.fp32
+    wire: WireDtype = FP32
 
     @property
     def nbytes_on_wire(self) -> float:
@@ -143,7 +145,7 @@ class StepOptions(NamedTuple):
     model: Model
     ranks: Ranks = 4
     cluster: ClusterName = CLUSTER
-    wire: WireDtype = Wire.fp32
+    wire: WireDtype = FP32
     bucket_cap_mb: BucketCapMb = 25.0
     batch: Batch = None
     compute_ms: ComputeMs = None
@@ -154,7 +156,10 @@ class PlanOptions(NamedTuple):
 
     model: Model
     cluster: ClusterName = CLUSTER
-    wire: Annotated[Wire | None, option(show_default="fp32 and bf16", help=WIRE_HELP)] = None
+    wire: Annotated[
+        Wire | None,
+        option(case_sensitive=False, show_default="fp32 and bf16", help=WIRE_HELP),
+    ] = None
     batch: Batch = None
     compute_ms: ComputeMs = None
 

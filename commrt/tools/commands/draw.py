@@ -17,6 +17,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
+from commrt.quantizer import QUANTIZERS
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import choose, compute_of, workload_called
 from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate
@@ -28,7 +29,7 @@ from commrt.tools.pictures.simulated_step import draw_simulated_step
 from commrt.tools.pictures.timelines import read_spans
 from commrt.tools.planning.phases import phases
 from commrt.tools.planning.timeline import blocking_step, overlapped_step
-from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
+from commrt.tools.planning.wires import ITEMS, wire_nbytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,7 +105,7 @@ def scaling(
         int, typer.Option(min=1, max=65536, help="The largest number of ranks.")
     ] = 4096,
     cluster: opt.ClusterName = opt.CLUSTER,
-    wire: opt.WireDtype = opt.Wire.fp32,
+    wire: opt.WireDtype = opt.FP32,
     batch: opt.Batch = None,
     compute_ms: opt.ComputeMs = None,
 ) -> None:

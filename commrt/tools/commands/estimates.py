@@ -18,6 +18,7 @@ from commrt.algorithm import Algorithm
 from commrt.algorithms.gossip import Gossip
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Price
+from commrt.quantizer import QUANTIZERS
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import compute_of, workload_called
 from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
@@ -29,7 +30,7 @@ from commrt.tools.planning.timeline import (
     mean_efficiency,
     overlapped_step,
 )
-from commrt.tools.planning.wires import ITEMS, QUANTIZERS, WirePricing, require_carried, wire_nbytes
+from commrt.tools.planning.wires import ITEMS, WirePricing, require_carried, wire_nbytes
 from commrt.tools.planning.workload import FORWARD, ReadyBucket, Workload
 
 

@@ -22,6 +22,7 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.quantizer import QUANTIZERS
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.backup_estimate import BackupEstimate, estimate_backups
 from commrt.tools.commands.choosing import compute_of, workload_called
@@ -31,7 +32,7 @@ from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.local_plan import LocalPlan, local_plan
 from commrt.tools.planning.planner import Plan, exchange_plans, step_plans
 from commrt.tools.planning.stragglers import BackupCost, backup_costs
-from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, WirePricing, require_carried
+from commrt.tools.planning.wires import GRADIENT_NBYTES, WirePricing, require_carried
 from commrt.tools.planning.workload import Workload
 
 SHOWN = 8

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithm import Algorithm
+from commrt.algorithms.catalogue import by_name
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
@@ -22,8 +23,8 @@ from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.output import json_of, table_of
 from commrt.tools.commands.price_words import about, quantizer_sentence
 
-OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}
-"""Commands for algorithms whose steps are no exchange of gradients by all ranks."""
+OTHERS = {"local SGD": "commrt simulate local", "backup workers": "commrt simulate backups"}
+"""Commands for algorithms whose steps are no exchange of gradients by all ranks, by trait."""
 MOST_JITTER_TIMES = 10_000_000
 """The most ranks x steps that are simulated one by one."""
 
@@ -48,8 +49,9 @@ def exchange(
 
 
 def _chosen(name: str, shape: opt.ShapeOptions, cluster: Cluster, ranks: int) -> Algorithm:
-    if name in OTHERS:
-        raise UsageError(f"steps of {name} are simulated by another command: {OTHERS[name]}")
+    for trait in getattr(by_name(name), "traits", ()):
+        if trait in OTHERS:
+            raise UsageError(f"steps of {name} are simulated by another command: {OTHERS[trait]}")
     return choose(name, shape, replace(cluster, gpus_per_node=min(cluster.gpus_per_node, ranks)))
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commrt.pricing.cluster import Cluster
+from commrt.quantizer import QUANTIZERS
 from commrt.tools.planning.local_steps import LocalSteps, hiding_period
 from commrt.tools.planning.planner import Plan
 from commrt.tools.planning.python_calls import PYTHON_WIRES, python_call
-from commrt.tools.planning.wires import QUANTIZERS, WirePricing
+from commrt.tools.planning.wires import WirePricing
 
 EXPOSED = 0.2
 """If more of the best step is exposed, local SGD is named too."""

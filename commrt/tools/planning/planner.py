@@ -20,12 +20,12 @@ from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.registration import Nodes, Shape
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.quantizer import Quantizer
+from commrt.quantizer import QUANTIZERS, Quantizer
 from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.python_calls import PYTHON_WIRES, python_call, short_name
 from commrt.tools.planning.stragglers import BackupCost
 from commrt.tools.planning.timeline import overlapped_step
-from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, WirePricing, wire_nbytes
+from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, WirePricing, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)

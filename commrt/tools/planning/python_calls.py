@@ -7,9 +7,9 @@ from commrt.algorithm import Algorithm
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.torus import Torus2D
 from commrt.importing import homes
-from commrt.tools.planning.wires import QUANTIZERS
+from commrt.quantizer import DTYPES, QUANTIZERS
 
-PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+PYTHON_WIRES = {name: f"torch.{dtype}" for name, dtype in DTYPES.items() if name != "fp32"}
 PYTHON_WIRES |= {name: f"commrt.{name.title()}()" for name in QUANTIZERS}
 """Dtypes and quantizers by their names on the command line; fp32 needs none."""
 

@@ -16,18 +16,12 @@ from commrt.options import require_compatible
 from commrt.pricing.cluster import Cluster, seconds
 from commrt.pricing.price import Price, Pricing
 from commrt.proof.summing import require_short_sums
-from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
+from commrt.quantizer import QUANTIZERS, Quantizer
 from commrt.schedule import Schedule
 
 GRADIENT_NBYTES = 4
 Item = int | Quantizer
 """The bytes of a gradient on the wire, or the codes that stand for it."""
-QUANTIZERS: dict[str, Quantizer] = {
-    "int8": Int8(),
-    "int4": Int4(),
-    "int2": Int2(),
-    "float8": Float8(),
-}
 ITEMS: dict[str, Item] = {"fp32": GRADIENT_NBYTES, "bf16": 2, "fp16": 2, **QUANTIZERS}
 """What a gradient is on the wire, by its name on the command line."""
 
