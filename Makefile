@@ -137,4 +137,4 @@ build/newest-venv/ready:
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist *.egg-info src/*.egg-info

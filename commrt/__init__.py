@@ -15,6 +15,6 @@ needs neither torch nor a GPU.
 
 from commrt.importing import names_of
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__, __dir__ = names_of(__name__)

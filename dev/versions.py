@@ -4,28 +4,36 @@
 
     python dev/versions.py 3.11:2.9.1 3.13:2.14.1    # into build/versions; 3 to 7 GB each
     python dev/versions.py /path/to/bin/python    # has torch, numpy and packaging
+    python dev/versions.py --index http://localhost:8000 3.12:newest    # see CONTRIBUTING.md
 
-Without arguments it takes `CELLS`. Each check runs in two processes of its own: what ends one of
-them by a signal stands in the table. Exits with 1 if a check fails.
+Without versions it takes `CELLS`. With an index of packages, each environment installs
+`commrt[cli]` by name and sees nothing of this checkout; without one, it uses the checkout. Each
+check runs in two processes of its own: what ends one of them by a signal stands in the table. Exits
+with 1 if a check fails.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-CELLS = ("3.11:2.9.1", "3.11:2.13.0", "3.11:newest", "3.13:2.9.1", "3.13:newest")
-"""Python and torch: the oldest, one between, and the newest that pip finds."""
+CELLS = tuple(
+    f"{python}:{torch}" for python in ("3.11", "3.12", "3.13") for torch in ("2.9.0", "newest")
+)
+"""Python and torch: the oldest, and the newest that pip finds."""
 NEEDS = ("numpy", "packaging")
 HOUSE = Path(__file__).resolve().parents[1]
 RANKS = 2
 LIMIT_S = 150
+STEPS = 10
 
 
 def init_without_a_launcher() -> None:
@@ -41,7 +49,7 @@ def init_without_a_launcher() -> None:
 
 
 def attach_each_way_to_train() -> None:
-    """Train two steps with each way; replicas end equal."""
+    """Train ten steps with each way; replicas end equal."""
     import torch
 
     import commrt
@@ -58,7 +66,7 @@ def attach_each_way_to_train() -> None:
             model = torch.nn.Linear(5, 3)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             replica = commrt.attach(model, optimizer, algorithm=way, world=world)
-            for _ in range(2):
+            for _ in range(STEPS):
                 model(torch.randn(4, 5)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -115,7 +123,7 @@ def collectives_as_over_gloo() -> None:
 
 
 def ddp_as_over_gloo() -> None:
-    """Train DDP on both backends; the parameters end equal."""
+    """Train ten steps of DDP on both backends; the parameters end equal."""
     import torch
     import torch.distributed as dist
 
@@ -130,7 +138,7 @@ def ddp_as_over_gloo() -> None:
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(dist.get_rank())
-        for _ in range(3):
+        for _ in range(STEPS):
             optimizer.zero_grad()
             model(torch.randn(4, 5)).square().mean().backward()
             optimizer.step()
@@ -178,7 +186,7 @@ def run_rank(name: str) -> None:
         os._exit(1)
 
 
-def outcome(python: str, name: str) -> str:
+def outcome(python: str, name: str, env: Mapping[str, str]) -> str:
     """Return "right", or what went wrong with a check under this interpreter."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -187,22 +195,13 @@ def outcome(python: str, name: str) -> str:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(RANKS),
-        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder
     }
-    env = (
-        os.environ
-        | found
-        | {
-            "PYTHONSAFEPATH": "1",
-            "PYTHONPATH": str(HOUSE),
-            "OMP_NUM_THREADS": "1",
-        }
-    )
     call = [python, str(Path(__file__).resolve()), "--rank-of", name]
     pipe = subprocess.PIPE
     ranks = [
         subprocess.Popen(
-            call, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stderr=pipe, text=True
+            call, env={**env, **found, "RANK": str(r), "LOCAL_RANK": str(r)}, stderr=pipe, text=True
         )
         for r in range(RANKS)
     ]
@@ -238,19 +237,36 @@ def interpreter(cell: str) -> str:
     return str(at / "bin/python")
 
 
-def main(cells: list[str]) -> int:
+def install(python: str, index: str) -> None:
+    """Install this version of commrt by name, and check that its command is there."""
+    text = (HOUSE / "commrt" / "__init__.py").read_text()
+    version = re.search(r'__version__ = "(.*)"', text)[1]
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--extra-index-url", index]
+    subprocess.run([*pip, "--force-reinstall", "--no-deps", f"commrt=={version}"], check=True)
+    subprocess.run([*pip, f"commrt[cli]=={version}"], check=True)
+    said = subprocess.run(
+        [Path(python).with_name("commrt"), "--version"], check=True, capture_output=True, text=True
+    )
+    assert said.stdout.split()[-1] == version, said.stdout
+
+
+def main(cells: Sequence[str], index: str | None) -> int:
     """Print the table of all cells; return 1 if a check fails."""
     heads = [check.__name__.replace("_", " ") for check in CHECKS]
     print("| Python | torch |", " | ".join(heads), "|")
     print("|---" * (len(heads) + 2) + "|")
     failed = False
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = "" if index else str(HOUSE)
     for cell in cells:
         python = interpreter(cell)
+        if index:
+            install(python, index)
         ask = "import platform, torch; print(platform.python_version(), '|', torch.__version__)"
         versions = subprocess.run(
             [python, "-c", ask], check=True, capture_output=True, text=True
         ).stdout.strip()
-        found = [outcome(python, check.__name__) for check in CHECKS]
+        found = [outcome(python, check.__name__, env) for check in CHECKS]
         print(f"| {versions} |", " | ".join(found), "|", flush=True)
         failed |= any(each != "right" for each in found)
     return int(failed)
@@ -260,4 +276,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank-of"]:
         run_rank(sys.argv[2])
     else:
-        sys.exit(main(sys.argv[1:] or [*CELLS]))
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--index", help="The address of an index of packages, with commrt.")
+        parser.add_argument("cells", nargs="*", default=CELLS)
+        given = parser.parse_args()
+        sys.exit(main(given.cells, given.index))

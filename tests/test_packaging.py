@@ -52,7 +52,7 @@ def dist(tmp_path_factory):
     build(source, out)
     build(source, straight, "--wheel")
     (sdist,), (wheel,), (other,) = out.glob("*.tar.gz"), out.glob("*.whl"), straight.glob("*.whl")
-    return SimpleNamespace(sdist=sdist, wheel=wheel, straight=other)
+    return SimpleNamespace(source=source, sdist=sdist, wheel=wheel, straight=other)
 
 
 def contents(wheel):
@@ -88,8 +88,20 @@ def test_the_source_archive_has_what_a_reader_of_it_needs(dist):
     with tarfile.open(dist.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
         assert not [member.name for member in archive if member.issym() or member.islnk()]
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", *package_files()} <= names
-    assert {name.split("/")[0] for name in names if "/" in name} == {"commrt", "commrt.egg-info"}
+    files = {f"src/{name}" for name in package_files()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", *files} <= names
+    assert {Path(*Path(name).parts[:2]).as_posix() for name in names if "/" in name} == {
+        "src/commrt",
+        "src/commrt.egg-info",
+    }
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_a_path_which_type_checkers_follow(dist, tmp_path):
+    call = f"from setuptools import build_meta; print(build_meta.build_editable({str(tmp_path)!r}))"
+    wheel = tmp_path / run(sys.executable, "-c", call, cwd=dist.source).stdout.splitlines()[-1]
+    (path,) = (text.decode().strip() for name, text in contents(wheel).items() if name.endswith(".pth"))
+    assert {each.parent.name for each in Path(path).glob("*/__init__.py*")} == {"commrt"}
 
 
 @pytest.mark.slow
