@@ -32,7 +32,7 @@ CELLS = tuple(
 NEEDS = ("numpy", "packaging")
 HOUSE = Path(__file__).resolve().parents[1]
 RANKS = 2
-LIMIT_S = 150
+LIMIT_S = 600
 STEPS = 10
 
 
