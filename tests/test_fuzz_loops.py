@@ -8,6 +8,8 @@ each other, or all were refused alike.
 import re
 from copy import deepcopy
 from functools import partial
+from math import inf
+from threading import Event, Lock
 
 import torch
 from crew import Crew, Rank, Saved, loss_of, made
@@ -23,6 +25,7 @@ from commrt.local_sgd import LocalSGD
 from commrt.training.step_clock import StepClock
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # sums of float64 in different orders
+STOPPED_S = 0.02
 
 
 def counted_steps(found):
@@ -33,12 +36,28 @@ def counted_steps(found):
     return used
 
 
-def trained(rank, until, passes_of, more_work):
-    """Who counted, in the steps in which this rank did; it trains until so many steps are made."""
+class End:
+    """The step before which all ranks end, which may be said when some have begun already."""
+
+    def __init__(self, until=inf):
+        self.until, self._begun, self._lock = until, 0, Lock()
+
+    def is_later_than(self, step):
+        with self._lock:
+            self._begun = max(self._begun, step)
+            return step < self.until
+
+    def come_after(self, steps):
+        with self._lock:
+            self.until = self._begun + steps
+
+
+def trained(rank, end, passes_of, more_work):
+    """Who counted, in the steps in which this rank did; it trains to the end."""
     used = {}
     replica = rank.replica
     replica.drain()
-    while (step := replica.step) < until:
+    while end.is_later_than(step := replica.step):
         rank.model.zero_grad()
         for _ in range(more_work):
             loss_of(deepcopy(rank.model), 0, 0, [])
@@ -138,6 +157,9 @@ class Truth:
 
 
 HEADS = st.sets(st.sampled_from([0, 1])).map(sorted)
+HIRED = st.fixed_dictionaries(
+    {"ranks": st.integers(1, 4), "optimizers": st.integers(1, 2), "shared": st.sampled_from([False] * 3 + [True])}
+)
 WAYS = [
     {"algorithm": algorithm, "gradients": gradients}
     for algorithm in (commrt.Torus2D(), commrt.Ring(), commrt.HalvingDoubling(), commrt.Direct())
@@ -151,11 +173,20 @@ class Loops(RuleBasedStateMachine):
     crew = None
     truth = None
 
-    def hire(self, ranks, optimizers):
-        self.size = ranks
-        self.crew = Crew(ranks, optimizers)
+    def hire(self, ranks, optimizers, *, shared=False):
+        self.founders = ranks
+        self.crew = Crew(ranks, optimizers, shared=shared)
         self.number = 0
         self.saved = None
+
+    @property
+    def size(self):
+        return len(self.crew.ranks)
+
+    @rule(place=st.integers(0, 3), hop=st.integers(0, 30))
+    def stop_at_a_hop(self, place, hop):
+        """One stands still for a while in what comes next, as the others find it."""
+        self.crew.at_hop(place % self.size, hop, partial(Event().wait, STOPPED_S))
 
     def drawn(self, data, *, least, most):
         """For each rank its passes: a number of their data, and the heads that they use."""
@@ -197,30 +228,47 @@ class Loops(RuleBasedStateMachine):
 class Synchronous(Loops):
     """All-reduces: replicas are equal, and are the one process."""
 
-    @initialize(ranks=st.integers(1, 4), optimizers=st.integers(1, 2), way=st.sampled_from(WAYS), watch=st.booleans())
-    def begin(self, ranks, optimizers, way, watch):
-        self.begin_again = partial(self.begin_with, ranks, optimizers, way, watch)
-        self.begin_again()
+    @initialize(hired=HIRED, way=st.sampled_from(WAYS), watch=st.booleans())
+    def begin(self, hired, way, watch):
+        self.begin_again = partial(self.begin, hired, way, watch)
+        self.attach_first = partial(self.attach, way, watch)
+        self.truth = Truth(hired["ranks"], hired["optimizers"])
+        self.hire(**hired)
+        self.attach_first()
+        self.other = None
 
-    def begin_with(self, ranks, optimizers, way, watch):
-        self.truth = Truth(ranks, optimizers)
-        self.hire(ranks, optimizers)
-        self.attach(way, watch)
+    @rule()
+    def take_the_other_model(self):
+        """Go on with another model that has the same world; the first one stays attached."""
+        now, ranks = (self.crew.ranks, self.truth, self.saved), self.crew.ranks
+        if self.other:
+            self.crew.ranks, self.truth, self.saved = self.other
+        else:
+            count = len(ranks[0].optimizers)
+            self.crew.ranks, self.truth = [Rank(rank.world, *made(count)) for rank in ranks], Truth(self.size, count)
+            self.saved = None
+            self.attach_first()
+        self.other = now
 
     @precondition(lambda self: self.size > 1)
-    @rule(lost=st.integers(0, 3), passes=st.integers(0, 2))
-    def lose_a_rank(self, lost, passes):
-        """One leaves in the middle of its loop; the others learn who. Then all begin again."""
+    @rule(lost=st.integers(0, 3), passes=st.integers(0, 2), hop=st.none() | st.integers(0, 9))
+    def lose_a_rank(self, lost, passes, hop):
+        """One leaves in the middle of its loop, or of a hop; the others learn who. Then all begin again."""
         lost %= self.size
+        is_struck = hop is not None and self.crew.at_hop(lost, hop, self.crew.ranks[lost].world.transport.abort)
 
         def body(rank):
+            if rank.world.rank != lost or hop is not None:
+                rank.backward([(self.number, [0])] * passes)
             if rank.world.rank == lost:
                 rank.world.close()
-            else:
-                rank.backward([(self.number, [0])] * passes)
+            elif hop is not None:  # it may have had all that it needed
+                rank.replica.average()
 
-        for rank, error in enumerate(self.crew.ends(body)):
-            assert rank == lost or (isinstance(error, CommrtError) and names(error, lost)), (rank, error)
+        ends = self.crew.ends(body)
+        if hop is None or is_struck.came():
+            for rank, error in enumerate(ends):
+                assert rank == lost or (isinstance(error, CommrtError) and names(error, lost)), (rank, error)
         self.crew.close()
         self.begin_again()
 
@@ -364,17 +412,40 @@ class Synchronous(Loops):
                 torch.testing.assert_close(grads[name], grad, **CLOSE)
 
 
+def mixed(own, came):
+    return [mine + (theirs - mine) / 2 for mine, theirs in zip(own, came, strict=True)]
+
+
 class Alone:
     """What one process knows of ranks that train apart, and exchange weights when a step has ended."""
 
     def __init__(self, ranks, optimizers, algorithm):
         each = [made(optimizers) for _ in range(ranks)]
         self.models, self.optimizers = map(list, zip(*each, strict=True))
+        self.members = [*range(ranks)]
         self.restart(algorithm)
+
+    def lose(self, place):
+        """Go on without the rank at this place; nothing is in flight."""
+        for each in (self.models, self.optimizers, self.members):
+            del each[place]
+        if self.gossips:
+            self.algorithm = self.algorithm.among(self.size)
+
+    def adopt(self, place, model, own, came):
+        """Take over the weights of a rank that noticed a loss: each is its `own`, or mixed with what `came`."""
+        found = [param.detach().clone() for param in model.parameters()]
+        for choices in zip(found, own, mixed(own, came), strict=True):
+            assert any(torch.allclose(choices[0], choice, **CLOSE) for choice in choices[1:]), choices
+        self.write(place, found)
 
     @property
     def size(self):
         return len(self.models)
+
+    @property
+    def gossips(self):
+        return isinstance(self.algorithm, commrt.Gossip)
 
     def all_optimizers(self):
         return [each for own in self.optimizers for each in own]
@@ -404,11 +475,10 @@ class Alone:
     def end_steps(self, ended):
         for step in ended:
             self.clock.end_step()
-            if isinstance(self.algorithm, commrt.Gossip):
+            if self.gossips:
                 sent = self.weights()
                 for rank, source in sources(self.algorithm, step, self.size).items():
-                    pairs = zip(sent[rank], sent[source], strict=True)
-                    self.write(rank, [own + (came - own) / 2 for own, came in pairs])
+                    self.write(rank, mixed(sent[rank], sent[source]))
             else:
                 self.end_local_step()
 
@@ -433,8 +503,16 @@ class Alone:
 
     def forward(self):
         """Gossip mixes before weights are used; local SGD sends them when an optimizer has stepped."""
-        if isinstance(self.algorithm, commrt.Gossip):
+        if self.gossips:
             self.end_steps(self.clock.on_weights_needed())
+
+    def average(self):
+        self.clock.on_pass(within_step=False)
+        self.end_steps(self.clock.on_weights_needed())
+
+    def end_a_step(self):
+        self.average()
+        self.merge()
 
     def drain(self):
         self.end_steps(self.clock.on_weights_needed())
@@ -447,7 +525,7 @@ class Alone:
             self.write(rank, self.anchor)
 
     def add(self, rank, number, heads):
-        loss_of(self.models[rank], rank, number, heads).backward()
+        loss_of(self.models[rank], self.members[rank], number, heads).backward()
 
     def step_by(self, which):
         self.end_steps(self.clock.on_step_begin(which))
@@ -456,6 +534,7 @@ class Alone:
         self.end_steps(self.clock.on_step_end(which))
 
 
+LEAVING = [None, Rank.kill, Rank.close, Rank.detach]
 APART = [
     commrt.Gossip(),
     commrt.Gossip(rotate=False),
@@ -468,11 +547,46 @@ APART = [
 class Apart(Loops):
     """Gossip and local SGD: ranks differ, but as one process says."""
 
-    @initialize(ranks=st.integers(1, 4), optimizers=st.integers(1, 2), algorithm=st.sampled_from(APART))
-    def begin(self, ranks, optimizers, algorithm):
-        self.truth = Alone(ranks, optimizers, algorithm)
-        self.hire(ranks, optimizers)
+    @initialize(hired=HIRED, algorithm=st.sampled_from(APART))
+    def begin(self, hired, algorithm):
+        self.truth = Alone(hired["ranks"], hired["optimizers"], algorithm)
+        self.hire(**hired)
         self.attach(algorithm)
+
+    @precondition(lambda self: self.size > 1)
+    @rule(lost=st.integers(0, 3), hop=st.integers(0, 20), leave=st.sampled_from(LEAVING))
+    def lose_a_rank(self, lost, hop, leave):
+        """One leaves before a step, or is killed at a hop of it; the others go on."""
+        lost %= self.size
+        if self.size == self.founders:
+            self.drain()
+        else:
+            self.consolidate()  # all have noticed who is lost
+        truth, sent = self.truth, self.truth.weights()
+        heard = sources(truth.algorithm, truth.clock.step, self.size) if truth.gossips else {}
+        if leave is None:
+            strike = self.crew.at_hop(lost, hop, self.crew.ranks[lost].kill)
+            self.crew.ends(Rank.end_a_step)
+            if not strike.came():
+                truth.end_a_step()
+                self.all_is_as_said()
+                return
+            self.crew.lose(lost)
+        else:
+            self.crew.lose(lost, leave)
+            self.crew.do(Rank.end_a_step)
+        truth.lose(lost)
+        if self.saved:
+            del self.saved[0][lost]
+        if truth.gossips:
+            truth.clock.on_pass(within_step=False)
+            truth.clock.end_step()
+            for place, rank in enumerate(self.crew.ranks):
+                before = place + (place >= lost)
+                truth.adopt(place, rank.model, sent[before], sent[heard[before]])
+        else:
+            truth.end_a_step()
+        self.all_is_as_said()
 
     def attach(self, algorithm):
         self.crew.do(lambda rank: rank.attach(algorithm))
@@ -512,8 +626,7 @@ class Apart(Loops):
     @rule()
     def average(self):
         self.crew.do(lambda rank: rank.replica.average())
-        self.truth.clock.on_pass(within_step=False)
-        self.truth.end_steps(self.truth.clock.on_weights_needed())
+        self.truth.average()
 
     @rule()
     def drain(self):
@@ -527,10 +640,11 @@ class Apart(Loops):
         self.truth.consolidate()
         self.all_is_as_said()
 
+    @precondition(lambda self: self.size == self.founders)
     @rule(algorithm=st.sampled_from(APART))
     def attach_anew(self, algorithm):
         self.drain()
-        self.crew.do(lambda rank: rank.replica.detach())
+        self.crew.do(Rank.detach)
         for optimizer in self.all_optimizers():
             optimizer.state.clear()  # ranks may not have used the same layers, which attach refuses
         self.attach(algorithm)
@@ -570,8 +684,7 @@ class Apart(Loops):
                     for optimizer in truth.optimizers[rank]:
                         optimizer.step()
                         optimizer.zero_grad()
-            truth.clock.on_pass(within_step=False)
-            truth.end_steps(truth.clock.on_weights_needed())
+            truth.average()
         truth.consolidate()
         last = max(range(self.size), key=lambda rank: len(steps[rank]))
         for optimizers in truth.optimizers:
@@ -582,6 +695,7 @@ class Apart(Loops):
     def all_is_as_said(self):
         for rank, model in zip(self.crew.ranks, self.truth.models, strict=True):
             assert rank.replica.step == self.truth.clock.step
+            assert not self.truth.gossips or [*rank.world.members] == self.truth.members
             self.compare(rank, model)
 
     def teardown(self):
@@ -625,32 +739,71 @@ BACKUPS = [commrt.BackupWorkers(1), commrt.BackupWorkers(1, early=True), commrt.
 class Backups(Loops):
     """Backup workers: whoever counts, all ranks end with the steps of one process with the gradients that counted."""
 
-    @initialize(ranks=st.integers(2, 4), optimizers=st.integers(1, 2), algorithm=st.sampled_from(BACKUPS))
-    def begin(self, ranks, optimizers, algorithm):
-        self.hire(max(ranks, 2 * algorithm.backups + 1), optimizers)
-        self.truth = Quorum(optimizers)
+    @initialize(hired=HIRED, algorithm=st.sampled_from(BACKUPS))
+    def begin(self, hired, algorithm):
+        self.hire(**{**hired, "ranks": max(hired["ranks"], 2 * algorithm.backups + 1)})
+        self.truth = Quorum(hired["optimizers"])
+        self.attaches = 0
+        self.was_lost = False
         self.attach(algorithm)
 
     def attach(self, algorithm):
         self.crew.do(lambda rank: rank.attach(algorithm))
+        self.attaches += 1
+        self.algorithm = algorithm
         self.truth.step = 0
-        self.needed = self.size - algorithm.backups
+        self.needed = self.founders - algorithm.backups
 
     @rule(steps=st.integers(1, 3), slow=st.sets(st.integers(0, 3)), heads=st.lists(HEADS, min_size=1, max_size=2))
     def train(self, steps, slow, heads):
-        """All ranks until so many steps are made; the slow ones compute for longer."""
-        first, until = self.number, self.truth.step + steps
-        self.number += 10
+        """All ranks make so many steps; the slow ones compute for longer."""
+        self.train_to(End(self.truth.step + steps), heads, slow)
+
+    def train_to(self, end, heads, slow=(), dying=None):
+        first = self.number
+        self.number += 100
 
         def passes_of(step):
             return [(first + 2 * step + i, each) for i, each in enumerate(heads)]
 
-        found = self.crew.do(lambda rank: trained(rank, until, passes_of, 20 * (rank.world.rank in slow)))
-        used = counted_steps(found)
-        assert sorted(used) == [*range(self.truth.step, until)]
-        for step in range(self.truth.step, until):
+        def body(rank):
+            if rank.replica is None:  # it takes the place of another
+                try:
+                    rank.attach(self.algorithm)
+                finally:
+                    end.come_after(3)
+            try:
+                return trained(rank, end, passes_of, 20 * (rank.world.rank in slow))
+            except CommrtError:
+                if rank is not dying:
+                    raise
+                return {}
+
+        used = counted_steps(self.crew.do(body))
+        assert sorted(used) == [*range(self.truth.step, end.until)]
+        for step in range(self.truth.step, end.until):
             assert len(used[step]) == self.needed
             self.truth.advance(passes_of(step), used[step])
+
+    @precondition(lambda self: self.size == self.founders)
+    @rule(lost=st.integers(0, 3), hop=st.integers(0, 40), steps=st.integers(1, 3), heads=HEADS)
+    def lose_a_rank(self, lost, hop, steps, heads):
+        """One is killed at a hop of a step, or after all steps."""
+        lost %= self.size
+        dying = self.crew.ranks[lost]
+        self.crew.at_hop(lost, hop, dying.kill)
+        self.train_to(End(self.truth.step + steps), [heads], dying=dying)
+        self.crew.lose(lost)
+        self.was_lost = True
+        self.saved = None
+
+    @precondition(lambda self: self.size < self.founders and self.attaches == 1)
+    @rule(heads=HEADS)
+    def replace_a_rank(self, heads):
+        (lost,) = {*range(self.founders)} - {rank.world.rank for rank in self.crew.ranks}
+        self.crew.replace(lost)
+        self.train_to(End(), [heads])
+        self.saved = None
 
     @rule()
     def consolidate(self):
@@ -668,10 +821,11 @@ class Backups(Loops):
         state, self.truth.step = self.saved
         state.load(self.truth.model, *self.truth.optimizers)
 
+    @precondition(lambda self: not self.was_lost)
     @rule(algorithm=st.sampled_from(BACKUPS))
     def attach_anew(self, algorithm):
         self.crew.do(lambda rank: rank.replica.drain())
-        self.crew.do(lambda rank: rank.replica.detach())
+        self.crew.do(Rank.detach)
         self.attach(algorithm)
 
     @invariant()

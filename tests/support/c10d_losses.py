@@ -221,18 +221,6 @@ def compiled_fsdp():
     return losses(compiled(model), sgd(model))
 
 
-def compiled_all_reduce():
-    """Dynamo makes a functional collective of it."""
-
-    @compiled
-    def double(x):
-        y = x * 2
-        dist.all_reduce(y)
-        return y + 1
-
-    return [*double(torch.arange(4.0)).tolist(), *double(torch.ones(4)).tolist()]
-
-
 def compiled_with_a_world():
     world = commrt.init()
 
@@ -255,9 +243,8 @@ COMPILED = {
         compiled_inside_ddp,
         compiled_ddp_with_a_hook,
         compiled_fsdp,
-        compiled_all_reduce,
         compiled_with_a_world,
     ],
-    "inductor": [compiled_ddp, compiled_all_reduce],
+    "inductor": [compiled_ddp],
 }
 """By compiler."""

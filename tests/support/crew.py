@@ -5,12 +5,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
+from transports import over_shared
 
 import commrt
+from commrt.errors import TransportClosed
+from commrt.runtime.connection import ReconnectOptions
+from commrt.store.launcher import LOOPBACK
+from commrt.store.world_config import WorldConfig
 from commrt.testing.ranks import local_worlds
+from commrt.transport.null import NullTransport
 
 
 class Branches(nn.Module):
@@ -73,6 +80,17 @@ class Rank:
     replica: commrt.Replica = None
     saved: Saved = None
 
+    def close(self):
+        self.world.close()
+
+    def detach(self):
+        self.replica.detach()
+
+    def kill(self):
+        """Let the others find it gone, without a word; on any of its threads."""
+        self.world.membership.member.close()
+        self.world.transport.abort()
+
     def attach(self, algorithm, **options):
         self.replica = commrt.attach(
             self.model, self.optimizers, algorithm, world=self.world, bucket_cap_mb=1e-4, **options
@@ -96,6 +114,10 @@ class Rank:
         with self.replica.no_sync():
             self.backward(passes)
 
+    def end_a_step(self):
+        self.replica.average()
+        self.replica.drain()
+
     def save(self):
         self.saved = Saved(self.replica, self.model, *self.optimizers)
 
@@ -113,13 +135,55 @@ class Rank:
                     optimizer.zero_grad()
 
 
-class Crew:
-    """So many ranks, whose models share `optimizers`."""
+class AtHop:
+    """What a rank does once, on the thread that runs it, before the `left`-th hop from now on."""
 
-    def __init__(self, ranks, optimizers, timeout_s=20.0):
+    def __init__(self, left, act):
+        self._left, self._act = left, act
+
+    def count(self):
+        self._left -= 1
+        if self._left == -1:
+            self._act()
+
+    def came(self):
+        """True if it was done; it will not be any more."""
+        came = self._left < 0
+        self._left = -1
+        return came
+
+
+class Crew:
+    """So many ranks, whose models share `optimizers`, connected in memory; `shared`: as processes of a host are."""
+
+    def __init__(self, ranks, optimizers, *, shared=False, timeout_s=20.0):
         self._before = {*threading.enumerate()}
-        self.ranks = [Rank(world, *made(optimizers)) for world in local_worlds(ranks, timeout_s)]
+        self._at_hop = {}
+        self._optimizers = optimizers
+        worlds = local_worlds(ranks, timeout_s, self._counted, over_shared if shared else None)
+        self.ranks = [Rank(world, *made(optimizers)) for world in worlds]
         self._threads = [ThreadPoolExecutor(1) for _ in self.ranks]
+        self._gone = []
+
+    def _counted(self, transport):
+        bind = transport.bind
+
+        def bind_counted(group):
+            run = bind(group)
+
+            def run_counted(tag):
+                self._at_hop.get(transport.rank, IDLE).count()
+                return run(tag)
+
+            return run_counted
+
+        transport.bind = bind_counted
+        return transport
+
+    def at_hop(self, place, left, act):
+        """See `AtHop`, which this returns."""
+        found = self._at_hop[self.ranks[place].world.rank] = AtHop(left, act)
+        return found
 
     def ends(self, call, *given):
         """Let each rank ``call(rank, *its part of each of given)``; return values or errors."""
@@ -136,9 +200,34 @@ class Crew:
                 raise value
         return values
 
+    def lose(self, place, leave=Rank.kill):
+        """Let a rank leave, and go on without it."""
+        rank, thread = self.ranks.pop(place), self._threads.pop(place)
+        thread.submit(leave, rank).result()
+        self._gone.append((rank, thread))
+
+    def replace(self, number):
+        """Begin a process that will take the place of the lost rank `number` once it attaches."""
+        others = self.ranks[0].world
+        connect = partial(others.reconnect_options.connect.func, number)
+        null, store = NullTransport(number, range(others.founders), others.timeout_s), others.store
+        options, config = ReconnectOptions(connect, LOOPBACK), WorldConfig.read(store)
+        world = commrt.World(null, store, number, "threads", reconnect_options=options, config=config)
+        rank, thread = Rank(world, *made(self._optimizers)), ThreadPoolExecutor(1)
+        place = sum(each.world.rank < number for each in self.ranks)
+        self.ranks.insert(place, rank)
+        self._threads.insert(place, thread)
+
     def close(self):
         """End all, and leave no thread behind."""
-        self.ends(lambda rank: rank.world.close())
+        self.ends(Rank.close)
+        for rank, thread in self._gone:
+            rank.world.abort(TransportClosed("killed"))
+            thread.submit(rank.world.close).result()
+            thread.shutdown()
         for thread in self._threads:
             thread.shutdown()
         assert not left_since(self._before)
+
+
+IDLE = AtHop(-1, None)

@@ -7,6 +7,8 @@ from random import Random
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from inductor import what_inductor_lacks
 from torch.distributed import ReduceOp
 
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
@@ -262,10 +264,66 @@ def differences(seed, most=20):
     return said
 
 
-def compare(_, first, count, most=20):
+def in_place(x, group, size):
+    y = x + 1
+    dist.all_reduce(y, group=group)
+    return y
+
+
+def gathered_in_place(x, group, size):
+    out = x.new_empty(size * len(x))
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out[1::size]
+
+
+COMPILED = [
+    lambda x, group, size: functional.all_reduce(x, "sum", group),
+    lambda x, group, size: functional.all_reduce(x.view(size, -1).t(), "max", group).reshape(-1),
+    lambda x, group, size: functional.all_gather_tensor(x[1:], 0, group)[-len(x) :],
+    lambda x, group, size: functional.reduce_scatter_tensor(x, "sum", 0, group).repeat(size),
+    lambda x, group, size: functional.all_to_all_single(x, None, None, group),
+    lambda x, group, size: functional.broadcast(x, 0, group),
+    in_place,
+    gathered_in_place,
+    lambda x, group, size: x.mul_(2),
+    lambda x, group, size: x.view(-1, size).t().reshape(-1) - 3,
+]
+"""Each makes a tensor of another one, as long; of whole numbers, so that all sums are exact."""
+
+
+def compiled_ends(backend, seed):
+    """What a compiled function of drawn calls, each of what one before has left, leaves on this rank, twice."""
+    chosen = Random(seed)
+    named = groups(backend)
+    group = named[chosen.choice([*named])]
+    if group is None:
+        return []
+    size, own = group.size(), group.rank()
+    calls = [(chosen.choice(COMPILED), chosen.randrange(place + 1)) for place in range(chosen.randint(1, 8))]
+    dtype = chosen.choice([torch.float64, torch.int64, torch.float32])
+    compiler = "aot_eager" if seed % 10 < 9 or what_inductor_lacks() else "inductor"
+
+    def call_all(x):
+        made = [x * 1]
+        for call, place in calls:
+            made.append(call(made[place], group, size))
+        return made
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call_all, backend=compiler, fullgraph=True)
+    x = torch.arange(4 * size, dtype=dtype) + own
+    return [each.clone() for given in (x, x + 1) for each in compiled(given)]
+
+
+def compiled_differences(seed):
+    found = {backend: compiled_ends(backend, seed) for backend in ("commrt", "gloo")}
+    return [] if all(map(torch.equal, *found.values())) else [(seed, found)]
+
+
+def compare(_, find, first, count):
     """The differences in so many sequences."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TIMEOUT)
     groups.cache_clear()
     groups("commrt"), groups("gloo")
-    return [each for seed in range(first, first + count) for each in differences(seed, most)]
+    return [each for seed in range(first, first + count) for each in find(seed)]

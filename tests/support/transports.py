@@ -35,9 +35,16 @@ def gloo(ranks, timeout_s):
     return on_threads(ranks, lambda rank: GlooTransport(store, rank, range(ranks), timeout_s, "127.0.0.1"))
 
 
-def shared(ranks, timeout_s):
-    store = HashStore()
+def over_shared(store, ranks, timeout_s):
+    """Connect the ranks by `SharedTransport`; a `commrt.testing.ranks.Connect`."""
     return on_threads(ranks, lambda rank: SharedTransport(store, rank, range(ranks), timeout_s))
+
+
+RECONNECTING[over_shared] = SharedTransport
+
+
+def shared(ranks, timeout_s):
+    return over_shared(HashStore(), ranks, timeout_s)
 
 
 def hierarchical(hosts, timeout_s):
