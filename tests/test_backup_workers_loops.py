@@ -223,20 +223,6 @@ def load_states(parts, saved):
         part.load_state_dict(state)
 
 
-@on_loop(ranks=3, steps=6)
-def test_training_resumes_from_a_checkpoint_with_its_step_numbers(rank):
-    parts = rank.model, rank.optimizer, rank.replica
-    rank.train(until=3)
-    rank.replica.consolidate()
-    saved, step = states(parts), rank.replica.step
-    rank.train()
-    rank.replica.consolidate()
-    load_states(parts, saved)
-    assert rank.replica.step == step
-    rank.train()
-    assert rank.replica.replicas_equal()
-
-
 def test_a_loaded_checkpoint_makes_all_ranks_equal_whatever_each_had_before():
     def body(loop, world):
         rank = Trainee(loop, world)

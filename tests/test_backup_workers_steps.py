@@ -1,63 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with backup workers: exactly N gradients count in a step, and replicas stay equal."""
 
-import threading
 from copy import deepcopy
 from threading import Event
+from unittest.mock import patch
 
 import pytest
 import torch
 from cases import for_each, on_ranks, pairwise
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from late_ranks import (
     AT,
     LATE,
     NORMED,
     Loop,
-    Progress,
     Trainee,
     at,
     backward,
     batch,
-    check,
     on_loop,
     sgd,
-    trained,
     trainee,
     weights,
 )
 
 import commrt
-from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.backup_workers import quorum, stall
 from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import ATTEMPTS
 from commrt.errors import UsageError
 from commrt.testing.ranks import over_threads, run_ranks
-
-
-@pytest.mark.slow
-@settings(max_examples=6)
-@given(st.data())
-def test_exactly_n_gradients_count_whichever_rank_is_late_and_replicas_end_equal(data):
-    ranks = data.draw(st.integers(3, 7))
-    backups = data.draw(st.integers(1, (ranks - 1) // 2))
-    steps, early = data.draw(st.integers(1, 40)), data.draw(st.booleans())
-    inner = ALGORITHMS[data.draw(st.sampled_from([*ALGORITHMS]))]()
-    places = st.tuples(st.integers(0, ranks - 1), st.integers(0, steps - 1))
-    late = data.draw(st.dictionaries(places, st.integers(1, 9), max_size=30))
-    progress, may = Progress(), threading.Semaphore(backups)
-
-    def lateness(rank, version):
-        """As drawn, but never more than there are backups at once."""
-        if (rank, version) not in late or not may.acquire(blocking=False):
-            return
-        progress.wait_for(min(version + late[rank, version], steps))
-        may.release()
-
-    algorithm = commrt.BackupWorkers(backups, inner, early)
-    check(run_ranks(ranks, lambda world: trained(world, algorithm, steps, progress, lateness)), steps, ranks - backups)
 
 
 @for_each(("ranks", "early", "wire"), pairwise([2, 3], [False, True], [None, torch.bfloat16]))
@@ -129,15 +100,12 @@ def test_a_grad_scaler_that_met_an_infinity_while_a_rank_was_late_is_the_same_ev
         assert all(scales[version] == ends[0][0].get(version, scales[version]) for version in scales)
 
 
-def test_a_rank_that_missed_more_steps_than_the_store_keeps_catches_up(monkeypatch):
-    monkeypatch.setattr(quorum, "KEPT_STEPS", 4)
-    monkeypatch.setattr(quorum, "DELETED_STEPS", 2)
-    steps, progress, algorithm = 24, Progress(), commrt.BackupWorkers(1)
-
-    def lateness(rank, version):
-        return 16 if (rank, version) == (LATE, AT) else None
-
-    check(run_ranks(4, lambda world: trained(world, algorithm, steps, progress, lateness)), steps, 3)
+@patch.object(quorum, "KEPT_STEPS", 4)
+@patch.object(quorum, "DELETED_STEPS", 2)
+@on_loop(late_by=16, steps=24)
+def test_a_rank_that_missed_more_steps_than_the_store_keeps_catches_up(rank):
+    rank.train()
+    assert rank.replica.replicas_equal()
 
 
 @on_loop()

@@ -17,20 +17,6 @@ from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import run_ranks
 
 
-@on_ranks(3)
-def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_clipped(world):
-    model, optimizer, replica = trainee(world)
-    for step in range(4):
-        optimizer.zero_grad()
-        if (world.rank, step) in [(0, 1), (2, 1), (1, 3)]:
-            replica.average()
-        else:
-            backward(model, world.rank, step)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-    assert (replica.replicas_equal(), replica.step, model[0].weight.grad.abs().sum().item() > 0) == (True, 4, True)
-
-
 @on_ranks(2)
 def test_a_scaler_skips_the_step_on_all_ranks_or_none(world):
     model, optimizer, replica = trainee(world)
@@ -45,16 +31,6 @@ def test_a_scaler_skips_the_step_on_all_ranks_or_none(world):
         scaler.step(optimizer)
         scaler.update()
     assert (replica.replicas_equal(), scaler.get_scale()) == (True, 2.0)
-
-
-@on_ranks(2)
-def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped(world):
-    model, optimizer, replica = trainee(world)
-    backward(model, world.rank)  # as a GradScaler does that finds an overflow: no step
-    optimizer.zero_grad()
-    backward(model, 0) if world.rank == 0 else replica.average()
-    optimizer.step()
-    assert (replica.replicas_equal(), replica.step) == (True, 2)
 
 
 @for_each("bucket", [0, 1])

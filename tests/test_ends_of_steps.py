@@ -50,14 +50,6 @@ def train(world, algorithm, model, given, update, after_attach=nothing, passes=8
     assert replica.disagreement() < 1e-3
 
 
-@for_each("algorithm", [Gossip(), LocalSGD(4), LocalSGD(4, 1)])
-@on_ranks(2)
-def test_optimizers_that_take_turns_hold_no_exchange_back(world, algorithm):
-    model = model_of()
-    halves = halves_of(model)
-    train(world, algorithm, model, halves, lambda step: halves[1 if step % 6 == 5 else 0].step(), passes=24)
-
-
 @for_each("saved_at", [4, 5, 8])
 def test_a_resumed_run_ends_its_steps_where_an_unbroken_one_does(saved_at):
     def body(world, stop):

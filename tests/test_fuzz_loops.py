@@ -7,9 +7,10 @@ each other, or all were refused alike.
 
 import re
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from math import inf
-from threading import Event, Lock
+from threading import Event
 
 import torch
 from crew import Crew, Rank, Saved, loss_of, made
@@ -18,6 +19,7 @@ from gossip_models import sources
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from late_ranks import Progress
 
 import commrt
 from commrt.errors import CommrtError, UsageError
@@ -25,7 +27,7 @@ from commrt.local_sgd import LocalSGD
 from commrt.training.step_clock import StepClock
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # sums of float64 in different orders
-STOPPED_S = 0.02
+STOPPED_S = 0.1
 
 
 def counted_steps(found):
@@ -36,31 +38,30 @@ def counted_steps(found):
     return used
 
 
-class End:
-    """The step before which all ranks end, which may be said when some have begun already."""
+@dataclass
+class Course(Progress):
+    """How far ranks train; where they end may be said when some have begun already."""
 
-    def __init__(self, until=inf):
-        self.until, self._begun, self._lock = until, 0, Lock()
+    until: float = inf
 
-    def is_later_than(self, step):
-        with self._lock:
-            self._begun = max(self._begun, step)
-            return step < self.until
+    def goes_on_at(self, step):
+        self.tell(step)
+        return step < self.until
 
-    def come_after(self, steps):
-        with self._lock:
-            self.until = self._begun + steps
+    def end_after(self, steps):
+        with self.changed:
+            self.until = self.passed + steps
 
 
-def trained(rank, end, passes_of, more_work):
-    """Who counted, in the steps in which this rank did; it trains to the end."""
+def trained(rank, course, passes_of, is_late):
+    """Who counted, in the steps in which this rank did; if late, it begins when the others end."""
     used = {}
     replica = rank.replica
     replica.drain()
-    while end.is_later_than(step := replica.step):
+    if is_late:
+        course.wait_for(course.until)
+    while course.goes_on_at(step := replica.step):
         rank.model.zero_grad()
-        for _ in range(more_work):
-            loss_of(deepcopy(rank.model), 0, 0, [])
         rank.backward(passes_of(step))
         for optimizer in rank.optimizers:
             optimizer.step()
@@ -255,7 +256,7 @@ class Synchronous(Loops):
     def lose_a_rank(self, lost, passes, hop):
         """One leaves in the middle of its loop, or of a hop; the others learn who. Then all begin again."""
         lost %= self.size
-        is_struck = hop is not None and self.crew.at_hop(lost, hop, self.crew.ranks[lost].world.transport.abort)
+        strike = () if hop is None else self.crew.at_hop(lost, hop, self.crew.ranks[lost].world.transport.abort)
 
         def body(rank):
             if rank.world.rank != lost or hop is not None:
@@ -266,7 +267,7 @@ class Synchronous(Loops):
                 rank.replica.average()
 
         ends = self.crew.ends(body)
-        if hop is None or is_struck.came():
+        if not [*strike]:
             for rank, error in enumerate(ends):
                 assert rank == lost or (isinstance(error, CommrtError) and names(error, lost)), (rank, error)
         self.crew.close()
@@ -534,7 +535,9 @@ class Alone:
         self.end_steps(self.clock.on_step_end(which))
 
 
-LEAVING = [None, Rank.kill, Rank.close, Rank.detach]
+GONE = "its process is gone"
+LEAVING = {None: GONE, Rank.kill: GONE, Rank.close: "it closed its world", Rank.detach: "it detached its model"}
+"""What the others say of it; None: it is killed at a hop."""
 APART = [
     commrt.Gossip(),
     commrt.Gossip(rotate=False),
@@ -554,7 +557,7 @@ class Apart(Loops):
         self.attach(algorithm)
 
     @precondition(lambda self: self.size > 1)
-    @rule(lost=st.integers(0, 3), hop=st.integers(0, 20), leave=st.sampled_from(LEAVING))
+    @rule(lost=st.integers(0, 3), hop=st.integers(0, 20), leave=st.sampled_from([*LEAVING]))
     def lose_a_rank(self, lost, hop, leave):
         """One leaves before a step, or is killed at a hop of it; the others go on."""
         lost %= self.size
@@ -564,17 +567,17 @@ class Apart(Loops):
             self.consolidate()  # all have noticed who is lost
         truth, sent = self.truth, self.truth.weights()
         heard = sources(truth.algorithm, truth.clock.step, self.size) if truth.gossips else {}
+        number, strike = truth.members[lost], self.crew.at_hop(lost, hop, self.crew.ranks[lost].kill)
+        if leave is not None:
+            self.crew.lose(lost, leave)
+        ends = self.crew.ends(lambda rank: [rank.replica.average(), rank.replica.drain()])
+        assert sum(isinstance(end, Exception) for end in ends) <= (leave is None), ends
         if leave is None:
-            strike = self.crew.at_hop(lost, hop, self.crew.ranks[lost].kill)
-            self.crew.ends(Rank.end_a_step)
-            if not strike.came():
+            if [*strike]:  # there were fewer hops
                 truth.end_a_step()
                 self.all_is_as_said()
                 return
             self.crew.lose(lost)
-        else:
-            self.crew.lose(lost, leave)
-            self.crew.do(Rank.end_a_step)
         truth.lose(lost)
         if self.saved:
             del self.saved[0][lost]
@@ -582,6 +585,7 @@ class Apart(Loops):
             truth.clock.on_pass(within_step=False)
             truth.clock.end_step()
             for place, rank in enumerate(self.crew.ranks):
+                assert {loss.rank: loss.why for loss in rank.replica.lost}[number] == LEAVING[leave]
                 before = place + (place >= lost)
                 truth.adopt(place, rank.model, sent[before], sent[heard[before]])
         else:
@@ -733,7 +737,12 @@ class Quorum:
         self.step += 1
 
 
-BACKUPS = [commrt.BackupWorkers(1), commrt.BackupWorkers(1, early=True), commrt.BackupWorkers(1, inner=commrt.Ring())]
+BACKUPS = [
+    commrt.BackupWorkers(1),
+    commrt.BackupWorkers(1, early=True),
+    commrt.BackupWorkers(1, inner=commrt.Ring()),
+    commrt.BackupWorkers(2),
+]
 
 
 class Backups(Loops):
@@ -744,22 +753,23 @@ class Backups(Loops):
         self.hire(**{**hired, "ranks": max(hired["ranks"], 2 * algorithm.backups + 1)})
         self.truth = Quorum(hired["optimizers"])
         self.attaches = 0
-        self.was_lost = False
         self.attach(algorithm)
 
     def attach(self, algorithm):
+        algorithm = algorithm if 2 * algorithm.backups < self.founders else BACKUPS[0]
         self.crew.do(lambda rank: rank.attach(algorithm))
         self.attaches += 1
         self.algorithm = algorithm
         self.truth.step = 0
         self.needed = self.founders - algorithm.backups
 
-    @rule(steps=st.integers(1, 3), slow=st.sets(st.integers(0, 3)), heads=st.lists(HEADS, min_size=1, max_size=2))
-    def train(self, steps, slow, heads):
-        """All ranks make so many steps; the slow ones compute for longer."""
-        self.train_to(End(self.truth.step + steps), heads, slow)
+    @rule(steps=st.integers(1, 3), late=st.integers(0, 4), heads=st.lists(HEADS, min_size=1, max_size=2))
+    def train(self, steps, late, heads):
+        """All ranks make so many steps; one may be late by all of them."""
+        late = self.crew.ranks[late % self.size] if self.size == self.founders else None
+        self.train_on(Course(until=self.truth.step + steps), heads, late=late)
 
-    def train_to(self, end, heads, slow=(), dying=None):
+    def train_on(self, course, heads, late=None, dying=None):
         first = self.number
         self.number += 100
 
@@ -771,17 +781,17 @@ class Backups(Loops):
                 try:
                     rank.attach(self.algorithm)
                 finally:
-                    end.come_after(3)
+                    course.end_after(3)
             try:
-                return trained(rank, end, passes_of, 20 * (rank.world.rank in slow))
+                return trained(rank, course, passes_of, rank is late)
             except CommrtError:
                 if rank is not dying:
                     raise
                 return {}
 
         used = counted_steps(self.crew.do(body))
-        assert sorted(used) == [*range(self.truth.step, end.until)]
-        for step in range(self.truth.step, end.until):
+        assert sorted(used) == [*range(self.truth.step, course.until)]
+        for step in range(self.truth.step, course.until):
             assert len(used[step]) == self.needed
             self.truth.advance(passes_of(step), used[step])
 
@@ -790,19 +800,16 @@ class Backups(Loops):
     def lose_a_rank(self, lost, hop, steps, heads):
         """One is killed at a hop of a step, or after all steps."""
         lost %= self.size
-        dying = self.crew.ranks[lost]
-        self.crew.at_hop(lost, hop, dying.kill)
-        self.train_to(End(self.truth.step + steps), [heads], dying=dying)
+        self.crew.at_hop(lost, hop, (dying := self.crew.ranks[lost]).kill)
+        self.train_on(Course(until=self.truth.step + steps), [heads], dying=dying)
         self.crew.lose(lost)
-        self.was_lost = True
         self.saved = None
 
     @precondition(lambda self: self.size < self.founders and self.attaches == 1)
     @rule(heads=HEADS)
     def replace_a_rank(self, heads):
-        (lost,) = {*range(self.founders)} - {rank.world.rank for rank in self.crew.ranks}
-        self.crew.replace(lost)
-        self.train_to(End(), [heads])
+        self.crew.replace()
+        self.train_on(Course(), [heads])
         self.saved = None
 
     @rule()
@@ -821,7 +828,7 @@ class Backups(Loops):
         state, self.truth.step = self.saved
         state.load(self.truth.model, *self.truth.optimizers)
 
-    @precondition(lambda self: not self.was_lost)
+    @precondition(lambda self: not self.crew.gone)
     @rule(algorithm=st.sampled_from(BACKUPS))
     def attach_anew(self, algorithm):
         self.crew.do(lambda rank: rank.replica.drain())

@@ -17,15 +17,6 @@ from commrt.local_sgd import LocalSGD
 from commrt.testing.ranks import run_ranks
 
 
-@for_each("cap_mb", [25.0, 1e-4, 1e-9], ids=["one bucket", "three buckets", "a bucket per tensor"])
-@on_ranks(3)
-def test_gradients_are_the_mean_over_ranks(world, cap_mb):
-    model, _, replica = trainee(world, bucket_cap_mb=cap_mb)
-    assert replica.disagreement() == 0.0
-    backward(model, world.rank)
-    torch.testing.assert_close(gradients(model), mean_gradients(range(3)))
-
-
 @on_ranks(1)
 def test_one_rank_changes_nothing_even_with_a_narrow_wire(world):
     model, _, _ = trainee(world, wire=torch.bfloat16)
@@ -43,20 +34,6 @@ def test_the_busiest_rank_sends_what_the_proof_says():
     sent = run_ranks(4, body)
     assert sum(sent) == 2 * 3 * elements * 4
     assert max(sent) <= 2 * 3 / 4 * elements * 4 + 4 * 16 * 4  # chunks are even to within a granule
-
-
-def test_a_parameter_nobody_uses_keeps_no_gradient_and_one_somebody_uses_gets_one():
-    def body(world):
-        model = seeded(Branches)
-        model.uses_branch = world.rank == 1
-        commrt.attach(model, sgd(model), world=world)
-        backward(model, world.rank)
-        return model.nobody.weight.grad, model.somebody.weight.grad
-
-    results = run_ranks(3, body)
-    assert [nobody for nobody, _ in results] == [None] * 3
-    assert all(torch.equal(somebody, results[1][1]) for _, somebody in results)
-    assert results[0][1].abs().sum() > 0
 
 
 @on_ranks(2)

@@ -57,19 +57,6 @@ def test_an_optimizer_that_steps_what_nobody_averages_is_refused(world):
         optimizer.step()
 
 
-@on_ranks(2)
-def test_two_optimizers_may_step_one_model_even_where_a_rank_has_no_batch(world):
-    model = net()
-    optimizers = [torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)]
-    replica = commrt.attach(model, optimizers, world=world)
-    for step in range(4):
-        model.zero_grad()
-        backward(model, world.rank, step) if (world.rank, step) != (1, 2) else replica.average()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert (replica.replicas_equal(), replica.step) == (True, 4)
-
-
 @for_each("what", ["lr", "type", "state"])
 @on_ranks(2)
 def test_optimizers_that_differ_are_named_on_every_rank(world, what):

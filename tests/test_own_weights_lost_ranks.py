@@ -25,7 +25,7 @@ from torch.distributed import HashStore
 import commrt
 from commrt import Direct, Gossip
 from commrt.errors import DisagreementError, Place, UsageError
-from commrt.local_sgd import HeavyBall, LocalSGD, Nesterov
+from commrt.local_sgd import LocalSGD, Nesterov
 from commrt.quantization import Int8
 from commrt.runtime import connection
 from commrt.testing import ranks as rank_threads
@@ -75,8 +75,6 @@ LOSING = {
     "a hypercube that has lost its shape": (Gossip("hypercube"), 4, 3),
     "rows of which one has a gap": (Gossip(within=2), 6, 3),
     "one row": (Gossip(within=2), 2, 3),
-    "no rotation": (Gossip(rotate=False), 5, 3),
-    "in the first period": (LocalSGD(4), 3, 1),
     "as an average leaves": (LocalSGD(4, 2, outer=Nesterov(0.7, 0.6)), 3, 4),
     "as an average comes": (LocalSGD(4, 2, outer=Nesterov(0.7, 0.6)), 3, 6),
     "fragments": (LocalSGD(4, 4, fragments=2), 3, 5),
@@ -90,48 +88,12 @@ def test_the_others_go_on_without_a_rank_that_is_lost(algorithm, ranks, end):
     require_they_went_on(loops, algorithm, {1})
 
 
-@st.composite
-def algorithms(draw):
-    if draw(st.booleans()):
-        return Gossip(staleness=draw(st.integers(0, 1)))
-    period = draw(st.integers(1, 5))
-    delay, fragments = draw(st.integers(0, period)), draw(st.integers(1, min(period, 3)))
-    inner = draw(st.sampled_from([commrt.Torus2D(), Direct(), Gossip()]))
-    return LocalSGD(period, delay, outer=HeavyBall(0.7, 0.3), fragments=fragments, inner=inner)
-
-
-@pytest.mark.slow
-@given(data=st.data(), algorithm=algorithms(), ranks=st.integers(2, 7))
-@settings(max_examples=30)
-def test_the_others_go_on_without_ranks_that_are_lost_one_after_the_other(data, algorithm, ranks):
-    gone = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1), "gone")
-    ends = {rank: data.draw(st.integers(0, STEPS - 1), f"end of {rank}") for rank in sorted(gone)}
-    loops = run_ranks(ranks, lambda world: finished(world, algorithm, ends))
-    require_they_went_on(loops, algorithm, gone)
-
-
 def test_a_loss_is_logged_once(caplog):
     with caplog.at_level(logging.WARNING, "commrt"):
         outcomes = run_ranks(3, lambda world: finished(world, Gossip(), {1: 4}))
     (loss,) = outcomes[0].replica.lost
     told = f"commrt: rank 1 is lost, as the others noticed in step {loss.step}: it closed its world; 2 ranks go on"
     assert [record.getMessage() for record in caplog.records] == [told]
-
-
-def test_no_rank_waits_for_one_that_detached_its_model():
-    def body(world):
-        replica = finished(world, Gossip(), {2: 4}).replica
-        if world.rank == 2:
-            replica.detach()
-            done.wait(PATIENT_S)
-        elif world.rank == 1:
-            done.set()
-        return replica.lost
-
-    done = threading.Event()
-    first, _, last = run_ranks(3, body)
-    assert [loss.why for loss in first] == ["it detached its model"]
-    assert not last
 
 
 @for_each(("batches", "dies_at"), [((3, 6, 9, 12), 5), ((3, 9, 3), 7)], ids=["one of several", "the last with data"])
@@ -188,18 +150,6 @@ def test_a_ring_shuffle_loses_only_the_samples_of_a_lost_rank(data):
     left = [sample for samples in held for sample in samples]
     assert len(held) == ranks - 1
     assert len(left) == len(set(left)) == kept * (ranks - 1)
-
-
-@on_ranks(3, timeout_s=PATIENT_S)
-def test_the_remaining_ranks_load_a_checkpoint_after_a_loss(world):
-    replica = finished(world, Gossip(), {1: 4}).replica
-    if world.rank == 1:
-        return
-    replica.load_state_dict(replica.state_dict() | {"step": 2})
-    before = replica.step
-    replica.average()
-    replica.drain()
-    assert (before, replica.last.received_from) == (2, {2 - world.rank})
 
 
 @for_each(

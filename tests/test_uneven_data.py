@@ -7,26 +7,13 @@ import numpy as np
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, gradients, halving, mean_gradients, net, train_scaled, trainee
+from small_models import backward, halving, net, train_scaled, trainee
 from torch import nn
 
 import commrt
 from commrt.algorithms import ring
 from commrt.errors import DisagreementError, PeerLost, UsageError
 from commrt.testing.ranks import run_ranks
-
-
-@for_each("steps", [(9, 4, 6, 9), (0, 3, 3, 1), (5, 5, 5, 5), (1, 2, 3, 4), (4, 0, 0, 0)])
-@on_ranks(4)
-def test_join_averages_over_the_ranks_that_still_have_data(world, steps):
-    model, optimizer, replica = trainee(world, nn.BatchNorm1d(8))
-    with replica.join():
-        for step in range(steps[world.rank]):
-            optimizer.zero_grad()
-            backward(model, world.rank, step)
-            optimizer.step()
-            assert replica.last.members == tuple(rank for rank in range(4) if steps[rank] > step)
-    assert (replica.replicas_equal(), replica.step) == (True, max(steps))
 
 
 def test_without_join_the_others_learn_that_a_rank_closed_its_world_and_what_to_do():
@@ -37,19 +24,6 @@ def test_without_join_the_others_learn_that_a_rank_closed_its_world_and_what_to_
 
     with pytest.raises(PeerLost, match=r"Rank 1 had closed its world .*wrap the loop in replica\.join\(\)"):
         run_ranks(2, body)
-
-
-@for_each("kind", ["own", "views"])
-@on_ranks(3)
-def test_a_step_under_join_divides_by_the_number_of_ranks_that_took_part(world, kind):
-    model, _, replica = trainee(world, gradients=kind, bucket_cap_mb=1e-4)
-    with replica.join():
-        for step in range(1 if world.rank == 1 else 3):
-            model.zero_grad()
-            backward(model, world.rank, step)
-        if world.rank != 1:
-            torch.testing.assert_close(gradients(model), mean_gradients([0, 2], step=2))
-    assert replica.replicas_equal()
 
 
 @on_ranks(3)

@@ -114,10 +114,6 @@ class Rank:
         with self.replica.no_sync():
             self.backward(passes)
 
-    def end_a_step(self):
-        self.replica.average()
-        self.replica.drain()
-
     def save(self):
         self.saved = Saved(self.replica, self.model, *self.optimizers)
 
@@ -135,22 +131,8 @@ class Rank:
                     optimizer.zero_grad()
 
 
-class AtHop:
-    """What a rank does once, on the thread that runs it, before the `left`-th hop from now on."""
-
-    def __init__(self, left, act):
-        self._left, self._act = left, act
-
-    def count(self):
-        self._left -= 1
-        if self._left == -1:
-            self._act()
-
-    def came(self):
-        """True if it was done; it will not be any more."""
-        came = self._left < 0
-        self._left = -1
-        return came
+def go_on():
+    """What a rank does before most hops."""
 
 
 class Crew:
@@ -158,12 +140,12 @@ class Crew:
 
     def __init__(self, ranks, optimizers, *, shared=False, timeout_s=20.0):
         self._before = {*threading.enumerate()}
-        self._at_hop = {}
+        self._at_hop = [iter(())] * ranks
         self._optimizers = optimizers
         worlds = local_worlds(ranks, timeout_s, self._counted, over_shared if shared else None)
         self.ranks = [Rank(world, *made(optimizers)) for world in worlds]
         self._threads = [ThreadPoolExecutor(1) for _ in self.ranks]
-        self._gone = []
+        self.gone = []
 
     def _counted(self, transport):
         bind = transport.bind
@@ -172,7 +154,7 @@ class Crew:
             run = bind(group)
 
             def run_counted(tag):
-                self._at_hop.get(transport.rank, IDLE).count()
+                next(self._at_hop[transport.rank], go_on)()
                 return run(tag)
 
             return run_counted
@@ -181,8 +163,8 @@ class Crew:
         return transport
 
     def at_hop(self, place, left, act):
-        """See `AtHop`, which this returns."""
-        found = self._at_hop[self.ranks[place].world.rank] = AtHop(left, act)
+        """Let a rank call `act` once, before the hop after `left` more; what this returns is at its end if it did."""
+        found = self._at_hop[self.ranks[place].world.rank] = iter([*[go_on] * left, act])
         return found
 
     def ends(self, call, *given):
@@ -204,30 +186,27 @@ class Crew:
         """Let a rank leave, and go on without it."""
         rank, thread = self.ranks.pop(place), self._threads.pop(place)
         thread.submit(leave, rank).result()
-        self._gone.append((rank, thread))
+        self.gone.append((rank, thread))
 
-    def replace(self, number):
-        """Begin a process that will take the place of the lost rank `number` once it attaches."""
+    def replace(self):
+        """Begin a process that will take the place of the only rank that is lost, once it attaches."""
+        number = self.gone[-1][0].world.rank
         others = self.ranks[0].world
         connect = partial(others.reconnect_options.connect.func, number)
         null, store = NullTransport(number, range(others.founders), others.timeout_s), others.store
         options, config = ReconnectOptions(connect, LOOPBACK), WorldConfig.read(store)
         world = commrt.World(null, store, number, "threads", reconnect_options=options, config=config)
         rank, thread = Rank(world, *made(self._optimizers)), ThreadPoolExecutor(1)
-        place = sum(each.world.rank < number for each in self.ranks)
-        self.ranks.insert(place, rank)
-        self._threads.insert(place, thread)
+        self.ranks.insert(number, rank)
+        self._threads.insert(number, thread)
 
     def close(self):
         """End all, and leave no thread behind."""
         self.ends(Rank.close)
-        for rank, thread in self._gone:
+        for rank, thread in self.gone:
             rank.world.abort(TransportClosed("killed"))
             thread.submit(rank.world.close).result()
             thread.shutdown()
         for thread in self._threads:
             thread.shutdown()
         assert not left_since(self._before)
-
-
-IDLE = AtHop(-1, None)

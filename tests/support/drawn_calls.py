@@ -19,7 +19,7 @@ SHAPES = [(), (1,), (3,), (0,), (2, 3), (5, 1, 2), (64,), (33, 7), (1000,), (300
 LAYOUTS = ["plain", "transposed", "spaced", "shifted"]
 LOOSE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 """Between sums, or products, in another order."""
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=90)
 
 
 @cache
@@ -270,12 +270,6 @@ def in_place(x, group, size):
     return y
 
 
-def gathered_in_place(x, group, size):
-    out = x.new_empty(size * len(x))
-    dist.all_gather_into_tensor(out, x, group=group)
-    return out[1::size]
-
-
 COMPILED = [
     lambda x, group, size: functional.all_reduce(x, "sum", group),
     lambda x, group, size: functional.all_reduce(x.view(size, -1).t(), "max", group).reshape(-1),
@@ -284,7 +278,6 @@ COMPILED = [
     lambda x, group, size: functional.all_to_all_single(x, None, None, group),
     lambda x, group, size: functional.broadcast(x, 0, group),
     in_place,
-    gathered_in_place,
     lambda x, group, size: x.mul_(2),
     lambda x, group, size: x.view(-1, size).t().reshape(-1) - 3,
 ]

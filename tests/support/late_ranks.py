@@ -8,9 +8,7 @@ from functools import partial
 
 import small_models
 import torch
-from fault_cost import are_close, counted, same_steps
 from gossip_models import model_of
-from gossip_models import params as weights
 from small_models import attached
 from torch import nn
 
@@ -144,30 +142,3 @@ def on_loop(make=Trainee, **options):
         return all_ranks
 
     return decorate
-
-
-def trained(world, algorithm, steps, progress, lateness, **options):
-    """Trains until the weights have seen `steps` updates; late by ``lateness(rank, version)`` steps where not None."""
-    model, optimizer, replica = trainee(world, algorithm, bucket_cap_mb=1e-4, **options)
-    used = {}
-    while (version := at(replica)) < steps:
-        late = lateness(world.rank, version)
-        if late is not None:
-            progress.wait_for(min(version + late, steps))
-        backward(model, world.rank, version)
-        optimizer.step()
-        if replica.last.counted:
-            used[replica.last.step] = replica.last.members
-        progress.tell_of(replica)
-    return used, weights(model), replica.replicas_equal()
-
-
-def check(ends, steps, needed):
-    assert all(equal for *_, equal in ends)
-    used = counted([mine for mine, *_ in ends], needed, least=steps)
-    assert len(used) == steps
-    for step, members in used.items():  # all whom the others counted know it, and nobody else does
-        assert {rank for rank, (mine, _, _) in enumerate(ends) if step in mine} == set(members)
-    model = deepcopy(MODEL)
-    wanted = same_steps(used, model, sgd(model), backward)
-    assert all(are_close(found, wanted) for _, found, _ in ends)
