@@ -27,7 +27,6 @@ from commrt.local_sgd import LocalSGD
 from commrt.training.step_clock import StepClock
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # sums of float64 in different orders
-STOPPED_S = 0.1
 
 
 def counted_steps(found):
@@ -186,8 +185,8 @@ class Loops(RuleBasedStateMachine):
 
     @rule(place=st.integers(0, 3), hop=st.integers(0, 30))
     def stop_at_a_hop(self, place, hop):
-        """One stands still for a while in what comes next, as the others find it."""
-        self.crew.at_hop(place % self.size, hop, partial(Event().wait, STOPPED_S))
+        """One stands still for 0.1 s in what comes next, as the others find it."""
+        self.crew.at_hop(place % self.size, hop, partial(Event().wait, 0.1))
 
     def drawn(self, data, *, least, most):
         """For each rank its passes: a number of their data, and the heads that they use."""

@@ -9,6 +9,7 @@ from functools import partial
 import small_models
 import torch
 from gossip_models import model_of
+from gossip_models import params as weights  # noqa: F401  # for tests
 from small_models import attached
 from torch import nn
 
