@@ -93,7 +93,7 @@ def test_only_addresses_that_nobody_else_can_reach_are_the_loopback():
 @pytest.mark.parametrize(
     ("signal_number", "says"),
     [
-        pytest.param(signal.SIGSTOP, "DeadlineExceeded: no answer from ranks [0]", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "DeadlineExceeded: timed out: no answer from ranks [0]", marks=pytest.mark.slow),
         (signal.SIGKILL, "PeerLost: the peer is gone"),
     ],
     ids=["stopped", "killed"],
@@ -115,8 +115,8 @@ def test_the_holder_of_the_store_outlives_its_own_deadline_for_the_others_to_rea
     outcomes = run_processes(
         3, rendezvous_ranks.ask_without, 2, timeouts_s, limit_s=LIMIT_S, on_message=lambda *_: True
     )
-    assert str(outcomes[0].error).startswith("DeadlineExceeded: no answer from ranks [2] within 1 s")
-    assert "Rank 0 saw DeadlineExceeded: no answer from ranks [2] within 1 s" in str(outcomes[1].error)
+    assert str(outcomes[0].error).startswith("DeadlineExceeded: timed out: no answer from ranks [2] within 1 s")
+    assert "Rank 0 saw DeadlineExceeded: timed out: no answer from ranks [2] within 1 s" in str(outcomes[1].error)
 
 
 ORDERS = {

@@ -71,7 +71,7 @@ class HostMessages:
         try:
             begun = self._gloo.post(data, peer, tag, is_send=is_send)
         except RuntimeError as error:
-            raise self.explained(error, place) from error
+            raise self.explained(error, place, self.timeout_s) from error
         work = HostWork(
             self, begun, data, place, self._dropped_sends if is_send else self._dropped_receives
         )
@@ -90,8 +90,8 @@ class HostMessages:
                 waiting = self._dropped_sends.start_waiting()
                 waiting.result(limit_s and max(deadline.left_s, 0.0))
 
-    def explained(self, error: RuntimeError, place: Place) -> TransportError:
-        """Return what Gloo's `error` means.
+    def explained(self, error: RuntimeError, place: Place, waited_s: float) -> TransportError:
+        """Return what Gloo's `error`, after up to `waited_s`, means.
 
         It may say only that connecting took too long, to a rank that is gone.
         """
@@ -106,8 +106,8 @@ class HostMessages:
         is_late = "imed out" in str(error) or "imeout" in str(error)
         # "Connection refused": nobody listens
         if is_late and not is_gone and "refused" not in str(error):
-            what = "the peer did not do its part in time: slow, stopped, or running another program"
-            return DeadlineExceeded(what, place)
+            what = f"timed out: the peer did not do its part within {waited_s:g} s"
+            return DeadlineExceeded(f"{what}: slow, stopped, or running another program", place)
         return PeerLost(
             "the connection to the peer broke: its process ended or gave up; look at its own"
             " output",
@@ -186,10 +186,12 @@ class HostWork(dist.Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when it is done; see `GroupWork.wait`."""
+        limit_s = seconds_of(timeout) or self._timeout_s
         try:
-            return self._work.wait(timedelta(seconds=seconds_of(timeout) or self._timeout_s))
+            return self._work.wait(timedelta(seconds=limit_s))
         except RuntimeError as error:
-            raise as_dist_error(self._messages.explained(error, self._place)) from error
+            ended = self._messages.explained(error, self._place, limit_s)
+            raise as_dist_error(ended) from error
         finally:
             self.was_waited_for = True
 

@@ -78,8 +78,8 @@ class Work:
             if task.done():  # the transfer's own deadline
                 raise
             what = (
-                f"{self._what} is still in flight after {timeout_s:g} s: wait() again, or with a"
-                " longer timeout"
+                f"timed out: {self._what} is still in flight after {timeout_s:g} s: wait() again,"
+                " or with a longer timeout"
             )
             raise DeadlineExceeded(what, Place(self._rank)) from late
         finally:

@@ -63,8 +63,8 @@ def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None 
 def no_answer(limit_s: float, rank: int | None) -> DeadlineExceeded:
     """Return the error of a request of `rank` that the store has not answered within `limit_s`."""
     what = (
-        f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped, or this host"
-        " does not reach it"
+        f"timed out: the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped, or"
+        " this host does not reach it"
     )
     return DeadlineExceeded(what, Place(rank=rank, peer=0))
 

@@ -50,8 +50,8 @@ def gather(
     except RuntimeError as error:
         missing = [peer for peer, key in keys.items() if not store.check([key])]
         raise DeadlineExceeded(
-            f"ranks {missing} did not come within {timeout_s:g} s: start all of them, with the same"
-            " world size, and look at the output of those that are missing",
+            f"timed out: ranks {missing} did not come within {timeout_s:g} s: start all of them,"
+            " with the same world size, and look at the output of those that are missing",
             Place(rank, next(iter(missing), None)),
         ) from error
     texts = {peer: store.get(key) for peer, key in keys.items()}

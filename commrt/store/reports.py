@@ -32,9 +32,9 @@ Gloo breaks one at the deadline itself. A rank of one host breaks its connection
 """
 
 CLOSED = (
-    "Rank {peer} had closed its world and makes no more calls: if it ran out of data, wrap the loop"
-    " in replica.join(), or let ranks without a batch call replica.average(); other calls are for"
-    " all ranks"
+    "Rank {peer} had closed its world or process group and makes no more calls: if it ran out of"
+    " data, wrap the loop in replica.join(), with DDP in model.join(), or let ranks without a batch"
+    " call replica.average(); other calls are for all ranks"
 )
 
 T = TypeVar("T")

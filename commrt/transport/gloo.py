@@ -252,8 +252,8 @@ class GlooTransport(Transport):
             return PeerLost(what, place)
         peers = sorted({each.peer for each, _ in failed})
         what = (
-            f"no answer from ranks {peers} within {self.timeout_s:g} s: slow, stopped, or running"
-            " another program"
+            f"timed out: no answer from ranks {peers} within {self.timeout_s:g} s: slow, stopped,"
+            " or running another program"
         )
         return DeadlineExceeded(what, place)
 

@@ -245,7 +245,7 @@ class GroupWatch:
         age_s = clock.now_s() - pending.begin_s
         if age_s > pending.timeout_s:
             what = (
-                f"no transfer with ranks {sorted(pending.group.peers)} within"
+                f"timed out: no transfer with ranks {sorted(pending.group.peers)} within"
                 f" {pending.timeout_s:g} s: slow, stopped, or running another program"
             )
             return DeadlineExceeded(what, pending.place(self._rank))

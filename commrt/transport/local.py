@@ -115,8 +115,8 @@ class Fabric:
             if clock.now_s() >= end_s:
                 ranks = sorted({post.peer for post in waiting})
                 raise DeadlineExceeded(
-                    f"no transfer with ranks {ranks} within {timeout_s:g} s; who waits for"
-                    f" whom: {self._waits()}",
+                    f"timed out: no transfer with ranks {ranks} within {timeout_s:g} s; who waits"
+                    f" for whom: {self._waits()}",
                     place(waiting[0]),
                 )
             if rank in self.gone:

@@ -212,8 +212,8 @@ class SharedTransport(Transport):
             if not ready and clock.now_s() > deadline:
                 late = sorted(waiting.values(), key=lambda exchange: exchange.peer)
                 what = (
-                    f"no answer from ranks {[exchange.peer for exchange in late]} within"
-                    f" {self.timeout_s:g} s"
+                    "timed out: no answer from ranks"
+                    f" {[exchange.peer for exchange in late]} within {self.timeout_s:g} s"
                 )
                 raise DeadlineExceeded(
                     f"{what}: slow, stopped, or running another program", late[0].place(where)

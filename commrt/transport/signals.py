@@ -102,7 +102,7 @@ class Signals:
         ended = self._words[ENDED]
         # programs end in order
         _, tag = next((each for each in tuple(self._begun) if each[0] > ended), latest)
-        what = f"rank {peer} did not come within {timeout_s:g} s, or gave up: {WHY_NOT}"
+        what = f"timed out: rank {peer} did not come within {timeout_s:g} s, or gave up: {WHY_NOT}"
         return DeadlineExceeded(what, tag.place(self._mapped.rank, hop, peer))
 
     def find_failure(self, watch: GroupWatch) -> TransportError | None:
