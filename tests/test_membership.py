@@ -17,7 +17,7 @@ from store_members import LONG_S, member_of, members_of
 
 import commrt
 from commrt.elastic.elastic_membership import ElasticMembership
-from commrt.elastic.records import GATHERING, OPEN, RUNNING, Head
+from commrt.elastic.records import GATHERING, OPEN, RUNNING, Arrival, Head
 from commrt.elastic.roster import ROLL_CALL, arrival_key, joining_key
 from commrt.errors import (
     CommrtError,
@@ -274,6 +274,15 @@ def test_a_member_that_has_left_is_not_waited_for(members, how):
     assert at_once(arrivals(found[::2])) == [(0, 2)] * 2
     assert monotonic() - begin_s < LONG_S / 2
     assert [loss.finished for loss in found[0].current().lost] == [how == "finished"]
+
+
+def test_a_member_that_dies_after_it_has_come_to_a_roll_call_is_not_waited_for(members):
+    found = members(3)
+    found[2].roster.arrive(arrival_key(found[2].generation, ROLL_CALL), Arrival(4, unreached=[0, 1]))
+    found[2].processes.close()
+    begin_s = monotonic()
+    assert [generation.ranks for generation in roll_call(found[:2], [4, 4])] == [(0, 1)] * 2
+    assert monotonic() - begin_s < LONG_S / 2
 
 
 def test_ranks_that_made_unequal_numbers_of_steps_do_not_meet_nor_does_one_that_comes_when_they_have_ended(members):

@@ -22,7 +22,8 @@ from commrt.runtime.generation import Generation, Loss
 TIMEOUT_S = 20.0
 WAITED_S = (0.0, PATIENCE_S, 2.0, TIMEOUT_S)
 """In between nothing changes: the shorter and the longer patience, and the deadline."""
-STATES = HERE, CUT, SILENT, GONE, LEFT, JOINING = "here", "cut off from the next", "silent", "gone", "left", "joining"
+STATES = HERE, CUT, SILENT, GONE, LEFT, JOINING, DIED = "here", "cut off", "silent", "gone", "left", "joining", "died"
+"""One is cut off from the next rank, and one died after it had come."""
 
 
 def enough(count, ranks, needed):
@@ -50,10 +51,11 @@ def cases(ranks):
 def check_decision(states, generation, terms, is_running, waited_s):
     """Check one decision against what is promised; return its kind."""
     at = {state: {rank for rank, each in enumerate(states) if each == state} for state in STATES}
-    ranks, here, joining, gone = len(states), at[HERE] | at[CUT], at[JOINING], at[GONE] | at[LEFT]
+    ranks, here, joining, gone = len(states), at[HERE] | at[CUT], at[JOINING], at[GONE] | at[LEFT] | at[DIED]
     links = {frozenset({rank, (rank + 1) % ranks}) for rank in at[CUT]}
     broken = {link for link in links if len(link) == 2 and link <= here}
-    arrivals = {r: Arrival(r + 4, unreached=[(r + 1) % ranks] * (r in at[CUT])) for r in sorted(here)}
+    missed = {r: [(r + 1) % ranks] * (r in at[CUT]) + sorted(at[DIED] - {r}) for r in sorted(here | at[DIED])}
+    arrivals = {r: Arrival(r + 4, unreached=peers) for r, peers in missed.items()}
     departed = [Loss(rank, 0, "its process is gone", rank in at[LEFT]) for rank in sorted(gone)]
     seen = Attendance(generation, arrivals, departed, dict.fromkeys(joining, 1), is_running, waited_s)
     found, is_late = decided(seen, terms), waited_s >= TIMEOUT_S
@@ -64,7 +66,7 @@ def check_decision(states, generation, terms, is_running, waited_s):
         assert is_late, "too early"
         assert at[SILENT] or broken, "nobody is missing"
     elif found is QuorumLost:
-        assert not enough(ranks - len(at[GONE]), ranks, terms.needed), "those that live would be enough"
+        assert not enough(ranks - len(at[GONE] | at[DIED]), ranks, terms.needed), "those that live would be enough"
     else:
         lost = {loss.rank for loss in found.lost}
         assert (found.number, found.start) == (8, max(here) + 4)

@@ -264,7 +264,9 @@ class Member:
         Another rank may have proposed one first.
         """
         joining = self._joining(head)
-        departed, _ = self.absent(head.generation, {*here, *joining})
+        unreached = {peer for arrival in here.values() for peer in arrival.unreached}
+        reached = {*here} - unreached
+        departed, _ = self.absent(head.generation, {self.rank, *reached, *joining})
         seen = Attendance(
             head.generation, here, departed, joining, head.phase == RUNNING, limit.waited_s
         )

@@ -32,9 +32,11 @@ class Attendance:
 
     generation: Generation
     here: Mapping[int, Arrival]
-    """The members that have come, this rank among them."""
+    """The members that have come, this rank among them, and also those that came and died."""
     departed: Sequence[Loss] = ()
-    """Of the others, those that have left, or whose processes are gone."""
+    """Of the others, those that have left, or whose processes are gone; of those that have come,
+    at least the ones that somebody does not reach.
+    """
     joining: Mapping[int, int] = field(default_factory=dict)
     """Processes that take the places of lost ranks now, by rank."""
     is_running: bool = False
@@ -64,11 +66,14 @@ def next_generation(seen: Attendance, terms: Terms) -> Generation | None:
     they would without those that are waited for.
     """
     generation = seen.generation
-    come = {*seen.here, *seen.joining}
     lost = [*seen.departed]
+    ended = {loss.rank for loss in lost} | seen.joining.keys()
+    # one that died after it had come is not waited for, although nobody reaches it
+    here = {rank: arrival for rank, arrival in seen.here.items() if rank not in ended}
+    come = {*here, *seen.joining}
     away = {loss.rank for loss in lost} | come
     silent = [rank for rank in generation.members if rank not in away]
-    leaving = cut_off({rank: arrival.unreached for rank, arrival in seen.here.items()})
+    leaving = cut_off({rank: arrival.unreached for rank, arrival in here.items()})
     is_patient = seen.is_running or seen.waited_s < _patience_s(generation, silent, terms)
     if leaving or (silent and (is_patient or not _are_enough(come, generation, terms.needed))):
         if seen.waited_s < terms.timeout_s:
@@ -79,7 +84,7 @@ def next_generation(seen: Attendance, terms: Terms) -> Generation | None:
             raise _too_few(seen, terms, evicted)
         lost += evicted
         silent = []
-    start = max(arrival.step for arrival in seen.here.values())
+    start = max(arrival.step for arrival in here.values())
     losses = [loss._replace(step=start, by=terms.rank) for loss in lost]
     after = generation.successor(losses, start, silent=silent, joined=seen.joining)
     if not _are_enough(after.ranks, generation, terms.needed, losses):
