@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import on_ranks
 from peer_group import on_threads
 from torch._C._distributed_c10d import Backend
@@ -141,6 +142,17 @@ def test_messages_that_cannot_work_are_refused_with_what_to_do(world, backend):
         HostMessages(None, world).post(torch.zeros(3), 1, 2**31 - 1, is_send=True)
     with pytest.raises(UsageError, match="no connection to itself: copy"):
         HostMessages(None, world).post(torch.zeros(3), world.rank, 0, is_send=False)
+
+
+def test_calls_for_several_devices_and_all_but_sums_of_sparse_tensors_are_refused(backend):
+    largest = dist.AllreduceOptions()
+    largest.reduceOp = ReduceOp.MAX
+    with pytest.raises(UsageError, match=r"^2 lists of tensors in one call: give one"):
+        backend.allgather([[torch.zeros(3)] * 2] * 2, [torch.zeros(3)])
+    with pytest.raises(UsageError, match=r"^0 outputs of all_gather beside float32"):
+        backend.allgather([], [torch.zeros(3)])
+    with pytest.raises(UsageError, match=r"^MAX of sparse tensors"):
+        backend.allreduce([torch.eye(3).to_sparse()], largest)
 
 
 def test_two_threads_that_post_at_once_start_one_wait_for_what_was_dropped(monkeypatch):

@@ -235,10 +235,10 @@ class CheckedCalls:
         if may_differ and len(numels) == size:
             expected = [*numels[: self.rank], numel, *numels[self.rank + 1 :]]
         if numels != expected:
+            listed = f", {', '.join(map(text_of, given)):.200}," if given else ""
             raise UsageError(
-                f"{len(given)} {what}, {', '.join(map(text_of, given)):.200}, beside"
-                f" {text_of(like)}: give {size} with as many elements, or one with {size} times as"
-                " many"
+                f"{len(given)} {what}{listed} beside {text_of(like)}: give {size} with as many"
+                f" elements, or one with {size} times as many"
             )
         return given
 

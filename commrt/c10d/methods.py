@@ -105,10 +105,10 @@ class Methods:
 
     @collective("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Do `allreduce` of several tensors."""
-        return self._begin(
-            opts, *[self.group.requests.whole("all_reduce", tensor, opts) for tensor in tensors]
-        )
+        """Do `allreduce` of several tensors; one that is given twice is combined once."""
+        distinct = {id(tensor): tensor for tensor in tensors}.values()
+        calls = [self.group.requests.whole("all_reduce", tensor, opts) for tensor in distinct]
+        return self._begin(opts, *calls, result=tensors)
 
     @collective("broadcast")
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -266,19 +266,22 @@ class Methods:
         pairs = zip(own, pieces, strict=True)
         return self._begin(opts, *[self.group.requests.pieces(name, *pair, opts) for pair in pairs])
 
-    def _begin(self, opts: Any, *calls: Call) -> dist.Work:
-        """Begin `calls`; they run in order, so the work is that of the last one."""
+    def _begin(self, opts: Any, *calls: Call, result: Sequence[Tensor] | None = None) -> dist.Work:
+        """Begin `calls`; they run in order, so the work is that of the last one.
+
+        The work returns `result`, or what the calls return, one after the other.
+        """
         if not calls:
             raise UsageError("no tensors were given: give at least one")
         timeout_s = seconds_of(option(opts, "timeout", None))
         if self.group.device_messages.waiting:
             self.group.device_messages.flush()
         waits = opts is not None and not opts.asyncOp
-        result = list[Tensor]()
+        results = list[Tensor]()
         for call in calls:
             future = self.group.engine.begin(call, timeout_s, waits=waits)
-            result += call.result
-        return GroupWork(future, result, call.kind)
+            results += call.result
+        return GroupWork(future, results if result is None else result, call.kind)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -300,4 +303,10 @@ def _one(tensors: Any) -> Tensor:
 
 
 def _listed(tensors: Any) -> list[Tensor]:
-    return list(tensors) if not tensors or isinstance(tensors[0], Tensor) else list(tensors[0])
+    if not tensors or isinstance(tensors[0], Tensor):
+        return list(tensors)
+    if len(tensors) != 1:
+        raise UsageError(
+            f"{len(tensors)} lists of tensors in one call: give one, as a process has one device"
+        )
+    return list(tensors[0])

@@ -28,7 +28,8 @@ def sparse_all_reduce(
     """
     op = option(opts, "reduceOp", dist.ReduceOp.SUM)
     if op != dist.ReduceOp.SUM:
-        raise UsageError(f"{op} of sparse tensors: only their SUM can be formed; pass dense copies")
+        name = getattr(op, "op", op).name
+        raise UsageError(f"{name} of sparse tensors: only their SUM can be formed; give dense ones")
 
     def gathered(rows: Tensor, count: int) -> list[Tensor]:
         padded = rows.new_zeros((count, *rows.shape[1:]))

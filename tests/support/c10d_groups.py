@@ -109,7 +109,7 @@ def the_result_of_a_work_is_the_callers_tensor():
 def collectives_of_a_coalescing_manager_are_waited_for_as_one():
     tensors = [ones() for _ in range(3)]
     with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
-        for tensor in tensors:
+        for tensor in [*tensors, tensors[0]]:  # one call of four, in which a tensor is combined once
             dist.all_reduce(tensor)
     manager.wait()
     return [tensor.tolist() for tensor in tensors], [total()] * 3
