@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cases import on_ranks
 from peer_group import on_threads
 from torch._C._distributed_c10d import Backend
-from torch.distributed import DistBackendError, HashStore, ReduceOp
+from torch.distributed import AllreduceOptions, DistBackendError, HashStore, ReduceOp
 from transports import over_nccl
 
 from commrt.c10d import create, group, host_messages
@@ -22,6 +22,7 @@ from commrt.c10d.host_messages import DroppedWorks, HostMessages
 from commrt.c10d.short_forms import long_form
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.runtime.world import World
+from commrt.threads.deadline import LONGEST_TIMEOUT_S
 from commrt.threads.future import Future
 
 
@@ -73,6 +74,18 @@ def test_a_group_is_closed_when_nobody_has_it_any_more():
     thread = owner.group.world.comm_thread
     del owner
     thread._ended.result(20)
+
+
+def test_a_timeout_that_means_for_ever_is_the_longest_that_a_wait_can_have():
+    """Lightning gives its barrier around `prepare_data` 10,000 days, and Gloo takes them."""
+    days, place = timedelta(days=10_000), {"group_rank": 0, "group_size": 1, "global_ranks_in_group": []}
+    made = create(SimpleNamespace(timeout=days, store=HashStore(), group_id="test", **place))
+    options = AllreduceOptions()
+    options.timeout = days
+    made.allreduce([torch.ones(1)], options).wait(days)
+    made.set_timeout(days)
+    assert made.group.world.timeout_s == made.group.engine.timeout_s == LONGEST_TIMEOUT_S
+    made.shutdown()
 
 
 @pytest.fixture

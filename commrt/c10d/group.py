@@ -20,6 +20,7 @@ from weakref import WeakSet, finalize
 from torch.distributed import PrefixStore
 
 from commrt.c10d.call_engine import CallEngine
+from commrt.c10d.call_options import kept_seconds_of
 from commrt.c10d.checked_calls import CheckedCalls
 from commrt.c10d.connecting import connect, unused_part
 from commrt.c10d.device_messages import DeviceMessages
@@ -55,7 +56,7 @@ class ProcessGroupWorld:
         check_torch_version()
         rank = options.group_rank
         size = options.group_size
-        timeout_s = options.timeout.total_seconds()
+        timeout_s = kept_seconds_of(options.timeout)
         global_ranks = list(options.global_ranks_in_group) or list(range(size))
         require_deadlines(timeout=timeout_s)
         self.store = unused_part(options.store, rank, size)

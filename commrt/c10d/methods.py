@@ -21,7 +21,7 @@ from torch.autograd import profiler
 from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.call import Call
-from commrt.c10d.call_options import option, seconds_of
+from commrt.c10d.call_options import kept_seconds_of, option, seconds_of
 from commrt.c10d.dist_errors import as_dist_error
 from commrt.c10d.group import ProcessGroupWorld
 from commrt.c10d.group_work import GroupWork
@@ -236,7 +236,7 @@ class Methods:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the deadline of all later collectives."""
-        self.group.set_timeout(timeout.total_seconds())
+        self.group.set_timeout(kept_seconds_of(timeout))
 
     def _get_sequence_number_for_group(self) -> int:
         return self.group.engine.begun

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Backend, ErrorType
 from torch.distributed import PrefixStore, ProcessGroup
 
 from commrt.c10d.backend import CommrtBackend
+from commrt.c10d.call_options import kept_seconds_of
 from commrt.c10d.devices import use_backend
 from commrt.c10d.dist_errors import as_dist_error
 from commrt.c10d.group import ProcessGroupWorld
@@ -130,7 +131,7 @@ class ReconfigurableBackend(CommrtBackend):
         )
         world = ProcessGroupWorld(options)
         world.close_with(self)
-        world.set_timeout(self._timeout.total_seconds())
+        world.set_timeout(kept_seconds_of(self._timeout))
         self._place = place
         self._world = world
         self._uuid = uuid
