@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from math import inf
 from threading import RLock
@@ -21,6 +22,7 @@ from torch import Tensor
 from commrt.c10d.call_options import NO_TIMEOUT, seconds_of
 from commrt.c10d.dist_errors import as_dist_error
 from commrt.errors import (
+    CommrtError,
     DeadlineExceeded,
     PeerLost,
     Place,
@@ -159,7 +161,8 @@ class DroppedWorks:
 class HostWork(dist.Work):
     """A send or a receive of Gloo, with errors that name the peer.
 
-    Any thread may ask it, and one waits, once. If nobody has when it is dropped, it is `kept`.
+    Any thread may ask it, and one at a time waits; later waits end as the first one did. If nobody
+    has waited when it is dropped, it is `kept`.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class HostWork(dist.Work):
         self._kept = kept
         self.was_waited_for = False
         """Set by `wait` only: Gloo would wait a second time for another message of its kind."""
+        self._failure: CommrtError | None = None  # of that wait
 
     def __del__(self) -> None:
         if not self.was_waited_for:
@@ -186,12 +190,17 @@ class HostWork(dist.Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when it is done; see `GroupWork.wait`."""
+        if self._failure is not None:
+            raise copy(self._failure)
+        if self.was_waited_for:
+            return True
         limit_s = seconds_of(timeout) or self._timeout_s
         try:
             return self._work.wait(timedelta(seconds=limit_s))
         except RuntimeError as error:
             ended = self._messages.explained(error, self._place, limit_s)
-            raise as_dist_error(ended) from error
+            self._failure = as_dist_error(ended)
+            raise copy(self._failure) from error
         finally:
             self.was_waited_for = True
 

@@ -142,6 +142,7 @@ def messages_are_received_by_tag_in_any_order():
     if dist.get_rank() == 0:
         for work in [dist.isend(torch.tensor([tag]), 1, tag=tag) for tag in range(4)]:
             work.wait()
+            work.wait()  # ends at once, as that of a collective
     if dist.get_rank() != 1:
         return None, None
     received = {tag: torch.zeros(1, dtype=torch.int64) for tag in (2, 0, 3, 1)}
