@@ -3,6 +3,7 @@ from commrt import algorithms as algorithms
 from commrt import backup_workers as backup_workers
 from commrt import elastic as elastic
 from commrt import local_sgd as local_sgd
+from commrt import pricing as pricing
 from commrt import proof as proof
 from commrt import quantization as quantization
 from commrt import testing as testing
@@ -40,6 +41,7 @@ from commrt.schedule import MIX as MIX
 from commrt.schedule import Schedule as Schedule
 from commrt.schedule import Step as Step
 from commrt.schedule import beside as beside
+from commrt.testing.spawning import spawn as spawn
 from commrt.training.attach import attach as attach
 from commrt.training.ddp import DDPState as DDPState
 from commrt.training.ddp import ddp_hook as ddp_hook

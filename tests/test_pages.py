@@ -16,6 +16,7 @@ import commrt
 from commrt import errors
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.importing import homes
+from commrt.runtime.world import World
 from commrt.testing.ranks import local_worlds
 from commrt.tools.planning.python_calls import home_of
 from commrt.training.replica import Replica
@@ -118,7 +119,7 @@ def test_what_the_first_pages_call_by_its_name_alone_is_in_commrt():
 def test_worlds_and_replicas_have_what_pages_say_they_have():
     (world,) = local_worlds(1)
     world.close()
-    things = {"world": {*dir(world)}, "replica": {*dir(Replica), "last", "model"}}
+    things = {"world": {*dir(World), *vars(world)}, "replica": {*dir(Replica), "last", "model"}}
 
     def unknown(page):
         for span in spans(page):

@@ -153,6 +153,11 @@ class GradientBucket:
         self.riders = riders
         self.watch = WeightWatch(riders)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it keeps."""
+        return self.wire.nbytes + (0 if self.residual is None else self.residual.nbytes)
+
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
         return bucket_description(

@@ -150,6 +150,8 @@ class GossipReplica(AfterStepReplica):
                 if bucket.index not in self._hooked:  # compiled modules call no hooks, for instance
                     self._mix(bucket, self._staleness)
             self._hooked.clear()
+        else:
+            self._close_report(step, (self._world.rank,))
         self._clock.end_step()
 
     def _mix(self, bucket: WeightBucket, allowed: int) -> None:

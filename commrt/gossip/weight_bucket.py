@@ -132,6 +132,11 @@ class WeightBucket(WeightPart):
             )
         return message
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it keeps."""
+        return sum(one.sent.nbytes + one.received.nbytes for one in self.messages())
+
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
         return bucket_description(

@@ -54,6 +54,24 @@ from commrt.transport.protocol import Tag, Transport
 if TYPE_CHECKING:
     from commrt.runtime.explanation import Explanation
 
+INTERNAL = frozenset(
+    {
+        "attached",
+        "collective",
+        "comm_thread",
+        "config",
+        "consistency",
+        "ending",
+        "holds_store",
+        "hooks",
+        "joined",
+        "membership",
+        "reconnect_options",
+        "require_all_ranks",
+        "run_now",
+    }
+)
+"""Names of a world that are for commrt itself: ``dir()`` leaves them out."""
 BROADCAST = Tag(0, "broadcast")
 GATHER = Tag(0, "gather")
 
@@ -517,6 +535,15 @@ class World:
         call `close`.
         """
         self.ending.abort(reason)
+
+    def __repr__(self) -> str:
+        ranks = f"rank {self.rank} of {len(self.members)}"
+        lost = f", lost {[each.rank for each in self.lost]}" if self.lost else ""
+        closed = ", closed" if self.closed else ""
+        return f"<World: {ranks}{lost}, over {self.transport.kind}, by {self.launcher}{closed}>"
+
+    def __dir__(self) -> list[str]:
+        return sorted(name for name in super().__dir__() if name[0] != "_" and name not in INTERNAL)
 
     def __enter__(self) -> Self:
         self._entered += 1

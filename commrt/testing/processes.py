@@ -95,7 +95,8 @@ class Crew:
     """The processes of one run, and how they end. Used on the thread that made it.
 
     Call `start`, `listen`, perhaps `note_exits`, and `close` in any case; read what is public. With
-    a `listener`, this process holds their store, which starts threads.
+    a `listener`, this process holds their store, which starts threads. Processes with `daemon` may
+    have no children of their own.
     """
 
     def __init__(
@@ -106,10 +107,13 @@ class Crew:
         context: Any,
         listener: socket.socket | None,
         dump_s: float,
+        *,
+        daemon: bool = True,
     ) -> None:
         self._given = (dump_s, body, args)
         self._context = context
         self._listener = listener
+        self._daemon = daemon
         self._port = free_port() if listener is None else int(listener.getsockname()[1])
         self._store: Store | None = None
         self.outcomes = [Outcome(rank) for rank in range(size)]
@@ -137,7 +141,7 @@ class Crew:
         ours, theirs = self._context.Pipe(duplex=False)
         environment = _environment(rank, len(self.outcomes), self._port, self._listener is not None)
         process = self._context.Process(
-            target=_child, args=(environment, theirs, *self._given), daemon=True
+            target=_child, args=(environment, theirs, *self._given), daemon=self._daemon
         )
         process.start()
         theirs.close()

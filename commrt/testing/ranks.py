@@ -95,11 +95,11 @@ def run_ranks(
         futures = [pool.submit(one, world) for world in worlds]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        raise min(errors, key=_severity)
+        raise min(errors, key=severity)
     return [future.result() for future in futures]
 
 
-def _severity(error: BaseException) -> int:
+def severity(error: BaseException) -> int:
     """Rank errors that only follow from another rank's last."""
     if isinstance(error, PeerLost | QuorumLost | TransportClosed):
         return 2

@@ -39,6 +39,9 @@ from commrt.training.step_report import Stats, StepReport
 from commrt.training.tensor_bytes import fingerprint
 from commrt.training.uncopied import ATTRIBUTE, Keeper
 
+INTERNAL = frozenset({"buckets", "come", "drops_gradients"})
+"""Names of a replica that are for commrt itself: ``dir()`` leaves them out."""
+
 
 class Replica(ABC):
     """One rank's attached model; made by `attach`.
@@ -111,6 +114,16 @@ class Replica(ABC):
         for module in self.model.modules():
             if any(id(param) in self._steps.averaged for param in module.parameters(recurse=False)):
                 yield module
+
+    def __repr__(self) -> str:
+        world = self._world
+        ranks = f"rank {world.rank} of {len(world.members)} over {world.transport.kind}"
+        where = ranks if self._handles else "detached"
+        model = type(self.model).__name__
+        return f"<Replica of {model} at step {self.step}: {self._algorithm!r}, {where}>"
+
+    def __dir__(self) -> list[str]:
+        return sorted(name for name in super().__dir__() if name[0] != "_" and name not in INTERNAL)
 
     @property
     def step(self) -> int:

@@ -7,6 +7,7 @@ processes may come later, the store learns what they must have. On the thread th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -31,9 +32,13 @@ from commrt.training.weight_copies import WeightCopies
 from commrt.transport.names import chosen_transport
 
 NO_FLAGS: Mapping[str, object] = {}
+_log = logging.getLogger("commrt")
 
 
 class _Described(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
     def description(self) -> str: ...
 
 
@@ -117,6 +122,7 @@ class Request:
         come later, and it makes the replica of such a process a member. `unsent` describes what it
         must have already, as nobody sends it.
         """
+        buckets = [*buckets]
         claim = self._claim(schedule, buckets)
         for name, flag in flags.items():
             claim[name] = str(flag)
@@ -131,7 +137,31 @@ class Request:
         self._begin(replica)
         if come is not None:
             self._publish(claim | unsent())  # of weights that are rank 0's now
+        self._log_begin(schedule, buckets)
         return replica
+
+    def _log_begin(self, schedule: Schedule, buckets: Sequence[_Described]) -> None:
+        """Say in one line what trains, and how; one rank does."""
+        world = self.world
+        members = world.members
+        if world.rank != members[0]:
+            return
+        params = [param for _, param in self.params]
+        _log.info(
+            "commrt: attached %s: %d ranks, %d on this host, over %s; %s, its schedule %s;"
+            " %d tensors of %.3g MB in %d buckets; wire %s; memory of buckets %.3g MB",
+            type(self.model).__name__,
+            len(members),
+            world.transport.per_host,
+            world.transport.kind,
+            self.algorithm,
+            schedule.name,
+            len(params),
+            sum(param.nbytes for param in params) / 1e6,
+            len(buckets),
+            self.wire or "as they are",
+            sum(bucket.nbytes for bucket in buckets) / 1e6,
+        )
 
     def _claim(self, schedule: Schedule, buckets: Iterable[_Described]) -> dict[str, str]:
         """Return what must be equal on all ranks and cannot change afterwards."""
