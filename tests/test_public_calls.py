@@ -94,8 +94,8 @@ def test_one_rank_says_in_one_line_what_it_has_attached(caplog):
 @pytest.mark.processes
 def test_new_processes_are_ranks_whose_results_or_error_return(tmp_path):
     assert commrt.spawn(os.getenv, "RANK") == ["0", "1"]
-    assert raised(lambda: commrt.spawn(int, "one")).startswith("ValueError: invalid literal for int()")
+    assert raised(lambda: commrt.spawn(int, "one", ranks=1)).startswith("ValueError: invalid literal for int()")
     assert "a new process cannot find" in raised(lambda: commrt.spawn(lambda: 0))
-    (script := tmp_path / "script.py").write_text("import commrt\ncommrt.spawn(print)\n")
+    (script := tmp_path / "script.py").write_text("import commrt\ncommrt.spawn(print, ranks=1)\n")
     said = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False).stderr
     assert 'in a script, call commrt.spawn() under `if __name__ == "__main__":`' in said
