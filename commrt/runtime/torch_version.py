@@ -12,7 +12,7 @@ from packaging.version import Version
 from commrt.errors import UsageError
 
 OLDEST = Version("2.9")
-NEWEST = Version("2.14")
+NEWEST = Version("2.15")
 """All from the first to the second are known to work, with their patches.
 
 ``pyproject.toml`` names the first.
