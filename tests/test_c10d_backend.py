@@ -181,7 +181,7 @@ def test_a_timeout_of_gloo_says_whether_the_peer_is_late_or_gone():
     messages = HostMessages(None, SimpleNamespace(timeout_s=9, comm_thread=thread))
 
     def meaning(text, peer):
-        return type(messages.explained(RuntimeError(text), Place(0, peer)))
+        return type(messages.explained(RuntimeError(text), Place(0, peer), 9.0))
 
     assert meaning("Timed out waiting for a receive", 2) is DeadlineExceeded
     assert meaning("Timed out waiting for a receive", None) is DeadlineExceeded
