@@ -67,6 +67,8 @@ class TransportError(CommrtError):
 
         Written after the failure, by whoever reads the reports (`commrt.store.reports.diagnose`).
         """
+        self.call: tuple[str, str] | None = None
+        """What the program had called, and which of several, where the place cannot say it."""
         super().__init__(what)
 
     def __str__(self) -> str:
@@ -87,7 +89,7 @@ class SizeMismatch(TransportError):
     """The two ends of a transfer disagree about its size: the ranks do not run the same program."""
 
 
-OTHER_PROGRAMS = "the ranks run different programs, or made different numbers of steps: see join()"
+OTHER_PROGRAMS = "the ranks make different calls, or one with different sizes"
 """Why two ends of a transfer may disagree."""
 
 

@@ -16,9 +16,9 @@ from commrt.errors import TransportError
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads import recording
+from commrt.threads.chrome_trace import chrome_trace, write_rank
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.recording import NOTHING, Nvtx, Timeline, within_range
-from commrt.tools.pictures.timelines import chrome_trace
 
 STEPS = 3
 
@@ -172,3 +172,11 @@ def test_a_range_that_a_profiler_of_torch_saw_begin_may_end_after_it(comm_thread
         begun.__enter__()
     begun.__exit__(None, None, None)
     assert comm_thread.within_range("bucket") is NOTHING
+
+
+def test_the_timelines_of_all_ranks_become_one_on_the_clock_of_the_first(tmp_path):
+    for rank, (host, clock_s) in enumerate([("a", 100.0), ("a", 100.1), ("b", 103.0)]):
+        trace = {"traceEvents": [{"ph": "X", "ts": 5.0, "pid": rank}], "otherData": {"host": host, "clock_s": clock_s}}
+        write_rank(tmp_path, trace, rank)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [(event["pid"], event["ts"]) for event in events] == [(0, 5.0), (1, 5.0), (2, 3e6 + 5.0)]

@@ -217,8 +217,8 @@ def test_a_claim_of_any_length_is_compared_and_the_difference_is_shown(world):
     [
         (PeerLost, {}, BROKEN_GRACE_S),
         (DeadlineExceeded, {}, GRACE_S),
-        (PeerLost, {1: [2, "DeadlineExceeded: no answer"]}, GRACE_S),
-        (PeerLost, {1: [2, "PeerLost: the connection broke"]}, BROKEN_GRACE_S),
+        (PeerLost, {1: [2, "DeadlineExceeded: no answer", "", "", ""]}, GRACE_S),
+        (PeerLost, {1: [2, "PeerLost: the connection broke", "", "", ""]}, BROKEN_GRACE_S),
     ],
     ids=["broken", "late", "broken by a late one", "broken by a broken one"],
 )

@@ -22,7 +22,7 @@ def test_without_join_the_others_learn_that_a_rank_closed_its_world_and_what_to_
         for step in range(3 - (world.rank == 1)):
             backward(model, world.rank, step)
 
-    with pytest.raises(PeerLost, match=r"Rank 1 had closed its world .*wrap the loop in replica\.join\(\).*DDP"):
+    with pytest.raises(PeerLost, match=r"rank 1 had closed its world .*wrap the loop in replica\.join\(\).*DDP"):
         run_ranks(2, body)
 
 

@@ -70,6 +70,9 @@ class GradientBucket:
     unpacks_wire = True
     """False if gradients stay on the wire."""
 
+    _sent: Header
+    """What `take` has let the latest gradients be sent with."""
+
     def __init__(
         self,
         index: int,
@@ -185,6 +188,7 @@ class GradientBucket:
         if leaving is not None and self.riders is not None:
             self.riders.load(leaving)
             header = header._replace(weighed=leaving.weighed)
+        self._sent = header
         self._word = encode(header)
         self._made = {}
         self._writes = 0
@@ -387,10 +391,11 @@ class GradientBucket:
         return torch.empty_like(self._like[place], device=self.wire.device)
 
     def _refuse_sum(self) -> NoReturn:
-        why = explain_mismatch(self.layout.header(self.wire))
-        if why is EXPLANATIONS["settings"] and (settings := self.own_settings()):
+        why = explain_mismatch(self.layout.header(self.wire), self._sent)
+        if why.startswith(EXPLANATIONS["settings"]) and (settings := self.own_settings()):
             why += f". This rank has {settings}"
-        raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
+        step = "" if self.index else f" of step {self._sent.step}"
+        raise DisagreementError(f"bucket {self.index}{step} was summed with something else: {why}")
 
     def _require_unchanged(self) -> None:
         """Raise `UsageError` if somebody else has written to the gradients since `take`."""

@@ -7,6 +7,7 @@ its opposite, and all are summed: where both are set, ranks have sent different 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -54,8 +55,9 @@ EXPLANATIONS = {
     "optimizer_steps": (
         "the ranks ran different numbers of backward passes for one optimizer.step(), or a"
         ' GradScaler skipped a step on some (leave it out with Gossip(payload="gradients"), where'
-        " an overflow reaches few ranks), or they stepped different optimizers: put all but the"
-        " last pass of an accumulation in no_sync(). With BackupWorkers, call replica.drain() first"
+        " an overflow reaches few ranks), or they stepped different optimizers: evaluate under"
+        " torch.no_grad(), put all but the last pass of an accumulation in no_sync(), and step on"
+        " all ranks or on none. With BackupWorkers, call replica.drain() first"
         " in each iteration, and choose the optimizer by replica.step, not by a counter of the loop"
     ),
     "step": (
@@ -99,9 +101,17 @@ def encode(header: Header) -> int:
     return both & ~(1 << WEIGHED_AT | 1 << BITS + WEIGHED_AT) if header.weighed == UNKNOWN else both
 
 
-def explain_mismatch(total: Tensor) -> str:
+SAYS: dict[str, Callable[[int], str]] = {
+    "late": ("a backward pass", "none").__getitem__,
+    "optimizer_steps": "{} steps of optimizers (those of the n-th count n-fold)".format,
+    "step": "step {}".format,
+}
+"""What two ranks say of themselves where they differ."""
+
+
+def explain_mismatch(total: Tensor, own: Header | None = None) -> str:
     """Return why `total` [64], the sum of the ranks' header flags, does not come from equal
-    headers.
+    headers; `own` is this rank's.
 
     >>> from commrt.kernels.torch_packing import bits
     >>> one, other = (bits(encode(Header(0, model, 0, 7, 0, 9))).int() for model in (1, 2))
@@ -112,7 +122,29 @@ def explain_mismatch(total: Tensor) -> str:
     differs = set_by_some[:BITS] & set_by_some[BITS:]
     for name, start, width in zip(Header._fields, STARTS, WIDTHS, strict=True):
         if differs[start : start + width].any():
-            return EXPLANATIONS[name]
+            others = None if own is None else _others(total, own, name)
+            if own is None or others is None or name not in SAYS:
+                return EXPLANATIONS[name]
+            here = SAYS[name](getattr(own, name))
+            return f"here {here}, elsewhere {SAYS[name](others)}: {EXPLANATIONS[name]}"
     return (
         "it is no sum of headers: the ranks run different programs, or models in different orders"
     )
+
+
+def _others(total: Tensor, own: Header, name: str) -> int | None:
+    """Return the value of the field `name` that all other ranks have; None if theirs differ."""
+    at = Header._fields.index(name)
+    width = WIDTHS[at]
+    zeros = total[STARTS[at] :][:width].tolist()
+    ones = total[BITS + STARTS[at] :][:width].tolist()
+    others = zeros[0] + ones[0] - 1
+    mine = getattr(own, name)
+    value = 0
+    for bit in range(width):
+        count = ones[bit] - (mine >> bit & 1)
+        if count not in (0, others):
+            return None
+        value |= (count > 0) << bit
+    half = 1 << width - 1
+    return int(mine + (value - mine + half) % (1 << width) - half)  # the nearest that fits

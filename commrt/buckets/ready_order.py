@@ -118,6 +118,11 @@ class ReadyOrder:
         self._next = len(self._missing)
         return range(first, self._next)
 
+    @property
+    def all_left(self) -> bool:
+        """True from `rest` on, until the next pass begins; on any thread."""
+        return self._next == len(self._missing)
+
     def places(self) -> list[int]:
         """Return the places of all gradients in the order in which they became ready; those that
         did not come last.

@@ -98,6 +98,7 @@ class CallEngine:
     def _name_call(self, error: TransportError, call: Call, number: int) -> None:
         """Let an error say of which call it is, its timeout, and why the world was closed."""
         what = f"{call.kind}, sequence number {number} of group {self._name}"
+        error.call = f"{call.kind.collective}()", f"with sequence number {number}"
         if isinstance(error, DeadlineExceeded):
             what += f", with a timeout of {self._world.timeout_s:g} s"
         what += f": {error.what}"

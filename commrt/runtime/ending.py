@@ -23,7 +23,8 @@ from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.membership import Membership
 from commrt.runtime.model_hooks import NO_HOOKS, Hooks
 from commrt.runtime.untraced import untraced
-from commrt.store.reports import diagnose, leave_report, note_closed, wait_for_readers
+from commrt.runtime.whereabouts import Trained
+from commrt.store.reports import Call, diagnose, leave_report, note_closed, wait_for_readers
 from commrt.threads.comm_thread import EXIT_S, CommThread
 from commrt.transport.by_device import TransportByDevice
 
@@ -48,6 +49,10 @@ class EndingWorld(Protocol):
     hooks: Hooks
     reconnect_options: ReconnectOptions | None
     store: Store
+    trained: Callable[[], Trained | None]
+
+    def whereabouts(self, failure: BaseException) -> Call:
+        """Return in which call this rank was that `failure` ended."""
 
 
 @untraced
@@ -98,14 +103,15 @@ class Ending:
         if isinstance(failure, Evicted):  # the others go on, and must not hear from this process
             world.transport.abort()
             return
-        is_answered = leave_report(world.store, world.rank, failure)
+        where = world.whereabouts(failure)
+        is_answered = leave_report(world.store, world.rank, failure, where)
         if is_answered:  # by the store: else each further request would only wait
             world.membership.depart(f"it failed: {failure}")
         world.transport.abort()
         if is_answered:
             size = len(world.membership.ranks)
             one_host = world.transport.one_host
-            diagnose(world.store, world.rank, size, failure, one_host=one_host)
+            diagnose(world.store, world.rank, size, failure, where, one_host=one_host)
             if world.holds_store:
                 wait_for_readers(world.store)
 
@@ -114,7 +120,7 @@ class Ending:
         world = self._world
         if not world.membership.is_elastic:  # else each exchange has a call that waits for it
             self.late_failure = failure
-            leave_report(world.store, world.rank, failure)
+            leave_report(world.store, world.rank, failure, world.whereabouts(failure))
             world.transport.abort_host()
 
     def abort(self, reason: BaseException) -> None:
@@ -168,7 +174,8 @@ class Ending:
             world.membership.wait_for_all_closed()
         is_whole = error is None and world.comm_thread.failure is None
         if is_whole and not world.membership.is_elastic and len(world.membership.ranks) > 1:
-            note_closed(world.store, world.rank)
+            trained = world.trained()
+            note_closed(world.store, world.rank, None if trained is None else trained.step)
         # nobody needs anything of this process
         try:
             world.transport.close()

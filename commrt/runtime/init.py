@@ -29,7 +29,7 @@ from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World
 from commrt.store.addresses import host_identity
 from commrt.store.client import call_store, clone_connection
-from commrt.store.environment import default_timeout_s
+from commrt.store.environment import default_timeout_s, is_on, variable
 from commrt.store.launcher import Launch, launched, local_rank
 from commrt.store.records import POLL_S
 from commrt.store.rendezvous import meet
@@ -128,6 +128,14 @@ def init(
     else:
         _current = World(Fabric(1).transport(0), HashStore(), launcher="one process")
     _current.transport.timeout_s = timeout_s
+    if is_on("COMMRT_LIVE") and _current.size > 1:
+        from commrt.runtime.publishing import start_publishing  # noqa: PLC0415  # only if asked
+
+        start_publishing(_current)
+    if directory := variable("COMMRT_TRACE"):
+        from commrt.runtime.trace_files import record_to  # noqa: PLC0415  # only if asked
+
+        record_to(directory, _current)
     if _current.rank == 0:
         _log.info("commrt: timeouts: %s", timeouts)
     return _current

@@ -7,7 +7,9 @@ from commrt.errors import UsageError
 from commrt.transport.protocol import Tag
 
 UNNAMED = Tag(0, "run")
-"""Of a transfer to which the caller gave no tag."""
+"""Of a schedule to which the caller gave no tag."""
+UNNAMED_SUM = Tag(0, "all_reduce")
+"""Of a sum to which the caller gave no tag."""
 
 
 def check_tag(tag: Tag) -> None:

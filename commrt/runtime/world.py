@@ -8,7 +8,7 @@ calls, most of it on the communication thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -38,12 +38,14 @@ from commrt.runtime.object_rows import (
 )
 from commrt.runtime.prepared_runs import PreparedRuns, check_run
 from commrt.runtime.sums import Sums
-from commrt.runtime.tags import UNNAMED
+from commrt.runtime.tags import UNNAMED, UNNAMED_SUM
 from commrt.runtime.untraced import untraced
+from commrt.runtime.whereabouts import Trained, whereabouts
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
 from commrt.schedule import Schedule
 from commrt.store.environment import is_on
+from commrt.store.reports import Call
 from commrt.store.world_config import WorldConfig
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.forking import release_in_forked_child
@@ -65,15 +67,22 @@ INTERNAL = frozenset(
         "holds_store",
         "hooks",
         "joined",
+        "latest_collective",
         "membership",
         "reconnect_options",
         "require_all_ranks",
         "run_now",
+        "trained",
+        "whereabouts",
     }
 )
 """Names of a world that are for commrt itself: ``dir()`` leaves them out."""
 BROADCAST = Tag(0, "broadcast")
 GATHER = Tag(0, "gather")
+
+
+def _nothing() -> None:
+    return None
 
 
 @untraced
@@ -149,7 +158,11 @@ class World:
         Backup workers set it, and take it away when they detach; so does `ending`.
         """
         self.recorder = Nvtx() if is_on("COMMRT_NVTX") else None
-        self._in_collective = False  # of the training thread
+        self.trained: Callable[[], Trained | None] = _nothing
+        """Returns the latest attached model, while it lives; that sets it."""
+        self.latest_collective = ""
+        """The latest one since the latest step; who ends steps sets it to "", for errors."""
+        self._collective: str | None = None  # which one runs, on the training thread
         self._entered = 0  # ``with`` statements around this world
         self.reconnect_options = reconnect_options
         """How ranks connect again after one was lost; None in a world that cannot, or is closed."""
@@ -222,6 +235,7 @@ class World:
         if not async_op and self._is_plain and self._runs.known(schedule, buffer) is not None:
             listener = self.comm_thread.listener
             self.comm_thread.call(partial(self._runs.run, schedule, buffer, tag, listener))
+            self.latest_collective = "run()"
             return Work([buffer], self.rank)
 
         def run_now(row: Tensor) -> None:
@@ -254,7 +268,7 @@ class World:
         wire: AnyWire | str | None = None,
         residual: Tensor | None = None,
         async_op: bool = False,
-        tag: Tag = UNNAMED,
+        tag: Tag = UNNAMED_SUM,
     ) -> Work:
         """Overwrite `tensor`, of any shape, with all ranks' mean or sum. Collective.
 
@@ -279,6 +293,7 @@ class World:
         known = self._sums.known(tensor, op, algorithm, wire) if may_repeat else None
         if known is not None:
             self.comm_thread.call(partial(self._sums.repeat, known, tensor, None, tag))
+            self.latest_collective = "all_reduce()"
             return Work([tensor], self.rank)
         call = check_all_reduce_call(tensor, op, algorithm, wire, tag, residual)
 
@@ -451,10 +466,10 @@ class World:
         place until it has attached its model.
         """
         self._require_collective(what)
-        if self._in_collective or self.comm_thread.is_current:
+        if self._collective is not None or self.comm_thread.is_current:
             yield  # inside another one, or in a callback, for which nobody need come
             return
-        self._in_collective = True
+        self._collective = what
         try:
             self.hooks.before_collective()
             # the communication thread writes to tensors made in the body: no inference mode
@@ -467,7 +482,8 @@ class World:
                 self.abort(error)  # the others must not wait for the rest of it
             raise
         finally:
-            self._in_collective = False
+            self._collective = None
+            self.latest_collective = what
 
     def _require_collective(self, what: str) -> None:
         """Raise what `collective` raises before anything is done."""
@@ -487,6 +503,10 @@ class World:
                 f"{what} inside join(): ranks that have left it take part in its steps only, so do"
                 " this before join() or after it"
             )
+
+    def whereabouts(self, failure: BaseException) -> Call:
+        """Return in which call this rank was that `failure` ended; on any thread."""
+        return whereabouts(failure, self._collective, self.latest_collective, self.trained())
 
     def wait(self) -> None:
         """Wait for all exchanges; raises the error that ended one, on a GPU perhaps long ago.

@@ -17,10 +17,12 @@ ENVIRONMENT: Mapping[str, str] = os.environ
 """What functions of `store` and `transport` read if they are given no other variables."""
 VARIABLES = (
     "COMMRT_CLUSTER",  # name or file of the cluster for which the backend chooses schedules
+    "COMMRT_LIVE",  # 1: ranks tell on the store how they get on, and rank 0 logs who is late
     "COMMRT_NVTX",  # 1: ranges for Nsight
     "COMMRT_SAME_BITS",  # 1: the backend adds in order of ranks, whatever that costs
     "COMMRT_SCHEDULES",  # schedules to take whatever they cost, such as "all_reduce=ring"
     "COMMRT_TIMEOUT_S",
+    "COMMRT_TRACE",  # a directory: each rank writes its timeline there when it ends
     "COMMRT_TRANSPORT",
 )
 """All that are commrt's own."""

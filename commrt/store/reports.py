@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import Store
 
@@ -31,19 +31,59 @@ BROKEN_GRACE_S = 0.1
 Gloo breaks one at the deadline itself. A rank of one host breaks its connections after its report.
 """
 
-CLOSED = (
-    "Rank {peer} had closed its world or process group and makes no more calls: if it ran out of"
-    " data, wrap the loop in replica.join(), with DDP in model.join(), or let ranks without a batch"
-    " call replica.average(); other calls are for all ranks"
+CLOSED = "rank {peer} had closed its world or process group{after} and makes no more calls: {do}"
+JOIN = (
+    "if a rank ran out of data, wrap the loop in replica.join(), with DDP in model.join(), or call"
+    " replica.average() there"
 )
+CALL = "call {name} on every rank, not under `if rank == 0:`"
+ORDER = "make both calls on every rank, in one order, and neither under `if rank == 0:`"
+PASSES = (
+    "run as many backward passes on every rank: evaluate under torch.no_grad(), and put all but the"
+    " last pass of an accumulation in replica.no_sync()"
+)
+BACKWARD = "backward()"
 
 T = TypeVar("T")
 
 
-def leave_report(store: Store, rank: int, failure: BaseException) -> bool:
-    """Write what `rank` saw to `store`; return False if that does not answer."""
+class Call(NamedTuple):
+    """What a rank's program was doing when it failed."""
+
+    name: str
+    """What a user types, such as `BACKWARD`; empty if that is not known."""
+    when: str = ""
+    """Which of several such calls, such as ``of step 3``."""
+    after: str = ""
+    """The call before, if that was made since the latest step."""
+
+    def __str__(self) -> str:
+        after = f" (after {self.after})" if self.after else ""
+        return f"{self.name} {self.when}".rstrip() + after
+
+    @property
+    def advice(self) -> str:
+        """What to do where another rank does not make this call."""
+        if self.name in ("", BACKWARD):
+            return JOIN
+        return f"{CALL.format(name=self.name)}; {JOIN}"
+
+    def advice_beside(self, other: Call) -> str:
+        """Return what to do if another rank was in the call `other`."""
+        calls = [each.name for each in (self, other) if each.name != BACKWARD]
+        calls = calls or sorted({self.after, other.after} - {""})
+        if not calls:
+            return f"{PASSES}; {JOIN}"
+        return ORDER if len(calls) > 1 else f"{CALL.format(name=calls[0])}; {JOIN}"
+
+
+UNKNOWN = Call("")
+
+
+def leave_report(store: Store, rank: int, failure: BaseException, where: Call = UNKNOWN) -> bool:
+    """Write what `rank` saw to `store`, and in which call; return False if that does not answer."""
     peer = failure.place.peer if isinstance(failure, TransportError) else None
-    report = json.dumps([peer, f"{type(failure).__name__}: {failure}"])
+    report = json.dumps([peer, f"{type(failure).__name__}: {failure}", *where])
 
     key = f"report/{rank}"
 
@@ -54,9 +94,10 @@ def leave_report(store: Store, rank: int, failure: BaseException) -> bool:
     return bool(_answered(write))
 
 
-def note_closed(store: Store, rank: int) -> None:
-    """Write to `store` that `rank` has closed its world, without a failure."""
-    _answered(lambda: store.set(_closed_key(rank), ""))
+def note_closed(store: Store, rank: int, steps: int | None) -> None:
+    """Write to `store` that `rank` has closed its world after `steps`, without a failure."""
+    after = "" if steps is None else f" after {steps} steps"
+    _answered(lambda: store.set(_closed_key(rank), after))
 
 
 def _closed_key(rank: int) -> str:
@@ -64,9 +105,17 @@ def _closed_key(rank: int) -> str:
 
 
 def diagnose(
-    store: Store, rank: int, size: int, failure: BaseException, *, one_host: bool = False
+    store: Store,
+    rank: int,
+    size: int,
+    failure: BaseException,
+    where: Call = UNKNOWN,
+    *,
+    one_host: bool = False,
 ) -> None:
     """Set ``failure.elsewhere`` to what the peers saw for which it waited, or others for it.
+
+    If a peer was in another call than `where`, that is why: ``failure.what`` begins with both.
 
     Counts this rank on the store among those that have read the reports. If all are on `one_host`,
     who breaks a connection has reported already, or is dead.
@@ -75,10 +124,11 @@ def diagnose(
     if isinstance(failure, TransportError) and failure.place.peer is not None:
         first = failure.place.peer
         kind = type(failure).__name__
-        sentences = _answered(
-            lambda: list(_trail(store, rank, first, kind, broken_grace_s)), GRACE_S
-        )
+        trail = _Trail(store, rank, where, broken_grace_s)
+        sentences = _answered(lambda: list(trail.follow(first, kind)), GRACE_S)
         failure.elsewhere = ". ".join(sentences or ())
+        if trail.cause:
+            failure.what = f"{trail.cause}. Here: {failure.what}"
     _answered(lambda: _count(store, size))
 
 
@@ -87,25 +137,44 @@ def wait_for_readers(store: Store) -> None:
     _answered(lambda: store.wait(["reports read"], timedelta(seconds=LINGER_S)), LINGER_S)
 
 
-def _trail(
-    store: Store, rank: int, peer: int | None, saw: str, broken_grace_s: float
-) -> Iterator[str]:
-    seen = {rank}
-    while peer is not None and peer not in seen:
-        seen.add(peer)
-        if store.check([_closed_key(peer)]):
-            yield CLOSED.format(peer=peer)
-            return
-        deadline = Deadline(broken_grace_s if saw.startswith(PeerLost.__name__) else GRACE_S)
-        while not store.check([f"report/{peer}"]) and deadline.left_s > 0:
-            # a request that waits would hold up all groups that share its connection
-            Event().wait(POLL_S)
-        if not store.check([f"report/{peer}"]):
-            yield f"Rank {peer} reported nothing: look there first"
-            return
-        waited_for, saw = typed(json.loads(store.get(f"report/{peer}")), int | None, str)
-        yield f"Rank {peer} saw {saw:.1000}"
-        peer = waited_for
+class _Trail:
+    """Follows who waited for whom from `rank`, which was in call `where`; for one thread, once."""
+
+    def __init__(self, store: Store, rank: int, where: Call, broken_grace_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._where = where
+        self._broken_grace_s = broken_grace_s
+        self.cause = ""
+        """How the calls of two ranks differ, and what to do, if one of them shows that."""
+
+    def follow(self, peer: int | None, saw: str) -> Iterator[str]:
+        """Yield what `peer` reported, and for whom it waited itself; `saw` is this rank's error."""
+        store = self._store
+        seen = {self._rank}
+        while peer is not None and peer not in seen:
+            seen.add(peer)
+            if store.check([_closed_key(peer)]):
+                after = store.get(_closed_key(peer)).decode()
+                self.cause = CLOSED.format(peer=peer, after=after, do=self._where.advice)
+                return
+            is_broken = saw.startswith(PeerLost.__name__)
+            deadline = Deadline(self._broken_grace_s if is_broken else GRACE_S)
+            while not store.check([f"report/{peer}"]) and deadline.left_s > 0:
+                # a request that waits would hold up all groups that share its connection
+                Event().wait(POLL_S)
+            if not store.check([f"report/{peer}"]):
+                yield f"Rank {peer} reported nothing: look there first"
+                return
+            report = json.loads(store.get(f"report/{peer}"))
+            waited_for, saw, *other = typed(report, int | None, str, str, str, str)
+            call = Call(*other)
+            if self._where.name and call.name and call != self._where:
+                both = f"rank {self._rank} was in {self._where}, and rank {peer} in {call}"
+                self.cause = f"{both}: {self._where.advice_beside(call)}"
+                return
+            yield f"Rank {peer} saw {saw:.1000}"
+            peer = waited_for
 
 
 def _count(store: Store, size: int) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
 from typing import Any, Literal
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +22,9 @@ from commrt.buckets.digest import Digest
 from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
 from commrt.runtime.generation import Loss
+from commrt.store.client import call_store
+from commrt.store.environment import is_on
+from commrt.store.live import Record, base_of, read
 from commrt.store.parsing import MALFORMED, parse_int
 from commrt.training.gradient_weights import GradientWeights
 from commrt.training.model_collectives import (
@@ -36,10 +41,11 @@ from commrt.training.riding import Riding, Rode
 from commrt.training.riding_rules import ALL_MAY_RIDE, RidingRules
 from commrt.training.stateful import Stateful
 from commrt.training.step_report import Stats, StepReport
+from commrt.training.step_table import table_of
 from commrt.training.tensor_bytes import fingerprint
 from commrt.training.uncopied import ATTRIBUTE, Keeper
 
-INTERNAL = frozenset({"buckets", "come", "drops_gradients"})
+INTERNAL = frozenset({"buckets", "come", "drops_gradients", "waits_for"})
 """Names of a replica that are for commrt itself: ``dir()`` leaves them out."""
 
 
@@ -76,6 +82,7 @@ class Replica(ABC):
         self._parameters = ParameterList(request.model)
         self._stats = Stats()
         self._step = 0
+        self._attached_s = perf_counter()
         self._is_synchronous = True  # False in no_sync()
         self._rules = rules
         self._steps: OptimizerSteps  # from `_live` on
@@ -106,6 +113,7 @@ class Replica(ABC):
             checks=checks,
         )
         self._steps.begin()
+        self._world.trained = ref(self)
         for module in self._owners():
             module.__dict__[ATTRIBUTE] = Keeper([self])
 
@@ -129,6 +137,14 @@ class Replica(ABC):
     def step(self) -> int:
         """Steps so far."""
         return self._step
+
+    @property
+    def waits_for(self) -> int | None:
+        """The bucket for which ``backward()`` waits now, for who watches on any thread.
+
+        None while this rank computes, and where replicas do not wait in each step.
+        """
+        return None
 
     def _restart_at_step(self, step: int) -> None:
         self._step = step
@@ -323,6 +339,19 @@ class Replica(ABC):
     def stats(self) -> Stats:
         """Return the totals since `attach`."""
         return self._stats
+
+    def report(self) -> str:
+        """Return a table as text: where this rank's time went since `attach`, and who is late.
+
+        Not collective. Which rank is late it knows if the job runs with ``COMMRT_LIVE=1``; then it
+        reads the store.
+        """
+        world = self._world
+        records: Sequence[Record] = ()
+        if is_on("COMMRT_LIVE") and not world.closed:
+            records = call_store(lambda: read(base_of(world.store)), rank=world.rank)
+        title = f"rank {world.rank} of {world.size}"
+        return table_of(title, self.stats(), perf_counter() - self._attached_s, records)
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why no graph carried buckets in the latest step; empty where none are tried."""

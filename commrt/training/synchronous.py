@@ -138,6 +138,15 @@ class SynchronousReplica(Replica):
         """The buckets, in the order in which they leave."""
         return self._engine.buckets
 
+    @property
+    def waits_for(self) -> int | None:
+        """See `Replica.waits_for`."""
+        if self._running is None or not self._ready.all_left:
+            return None
+        in_flight = self._in_flight
+        # the last one may run on the thread that trains, and is there when it is done
+        return next((i for i, each in enumerate(in_flight) if not each.done()), len(in_flight))
+
     def _gradient_hooks(self) -> Iterator[RemovableHandle]:
         """Count gradients; those that live on the wire may move there one by one."""
         if self._moves_in:
@@ -282,6 +291,7 @@ class SynchronousReplica(Replica):
         self._stats = self._stats.plus(self.last)
         self._running = None
         self._step += 1
+        self._world.latest_collective = ""
         # for the next one
         if not self._bucket_order.is_final and self._world.joined is None:
             self._riding.keep()  # from memory that other buckets may take
@@ -345,8 +355,9 @@ class SynchronousReplica(Replica):
         if self._engine.mixes:
             super().consolidate()
         else:
-            self.sync_buffers()
-            self._compare_replicas()
+            with self._world.collective("consolidate()"):
+                self.sync_buffers()
+                self._compare_replicas()
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why buckets were not carried by a graph; see `Replica.why_not_graphs`."""

@@ -14,9 +14,9 @@ from ddp_replica import DdpReplica
 from gather import gather_on_first
 
 import commrt
+from commrt.threads.chrome_trace import chrome_trace
 from commrt.threads.recording import Timeline
 from commrt.tools.pictures.files import write
-from commrt.tools.pictures.timelines import chrome_trace
 
 __all__ = ["Part", "RunRecorder"]
 

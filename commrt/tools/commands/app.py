@@ -89,6 +89,7 @@ _group(
         "step": draw.step,
         "scaling": draw.scaling,
         "recorded": draw.recorded,
+        "merged": draw.merged,
     },
 )
 app.command(rich_help_panel=MACHINE)(probe)

@@ -18,6 +18,7 @@ from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
 from commrt.quantizer import QUANTIZERS
+from commrt.threads.chrome_trace import merge
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import choose, compute_of, workload_called
 from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate
@@ -71,6 +72,13 @@ def recorded(
             f"{file} holds no training step: record one, as examples/mnist/train.py --trace does"
         )
     _save(figure, out)
+
+
+def merged(
+    directory: Annotated[str, typer.Argument(help="Where ranks wrote theirs: COMMRT_TRACE.")],
+) -> None:
+    """Merge the timelines of all ranks into one trace.json, for ui.perfetto.dev."""
+    print(merge(Path(directory)))
 
 
 def step(

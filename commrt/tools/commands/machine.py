@@ -43,12 +43,27 @@ def doctor(
         bool, typer.Option("--quick", help="Do not start two processes that exchange data.")
     ] = False,
     as_json: Json = False,
+    watch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Show a running job instead: MASTER_ADDR:MASTER_PORT, started with COMMRT_LIVE=1.",
+        ),
+    ] = None,
 ) -> None:
     """Check this machine, and say what to fix.
 
     Checks packages, host, GPUs and environment variables. Unless --quick is given, two processes
     exchange data for up to 4 seconds. The exit code is 1 if training would fail.
     """
+    if watch is not None:
+        os.environ.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # a job that ends takes its store along
+        from commrt.tools.commands.watch import watch as show_job  # noqa: PLC0415  # imports torch
+
+        show_job(watch, as_json=as_json)
+        return
     findings = [*examine(quick)]
     ok = all(finding.verdict != "problem" for finding in findings)
     if as_json:

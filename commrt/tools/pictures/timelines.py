@@ -45,21 +45,6 @@ class StepWindow(NamedTuple):
         return self.end_ms - self.begin_ms
 
 
-def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a trace for Chrome and ui.perfetto.dev: a process per rank, a row per thread."""
-    rows = list(events)
-    threads = {(row["pid"], row["tid"]): row["thread"] for row in rows}
-    names = [
-        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in sorted({rank for rank, _ in threads})
-    ]
-    names += [
-        {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
-        for (rank, thread), name in threads.items()
-    ]
-    return {"displayTimeUnit": "ms", "traceEvents": names + rows}
-
-
 def read_spans(file: str) -> list[TimelineSpan]:
     """Return all ranges in `file`, a timeline of `chrome_trace`; raise `UsageError` for others."""
     text = read_text(file)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a running job from outside, by what its ranks write to their store (``COMMRT_LIVE=1``).
+
+On the thread of the command; it only reads the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Event
+from time import time
+from typing import NamedTuple
+
+from torch.distributed import DistError, TCPStore
+
+from commrt.errors import CommrtError, TransportError, UsageError
+from commrt.store.client import call_store
+from commrt.store.late import Late, LateWatch
+from commrt.store.live import PERIOD_S, Record, read
+
+
+class Row(NamedTuple):
+    """How one rank gets on; rates are of the time since the look before."""
+
+    rank: int
+    host: str
+    step: int
+    steps_per_s: float | None
+    exposed: float | None
+    """The share of time that it waited for others in steps."""
+    state: str
+    """``computes``, ``waits for bucket 0``, ``closed``, or how it is late."""
+
+
+class Look(NamedTuple):
+    """One look at a job."""
+
+    rows: Sequence[Row]
+    late: Sequence[Late]
+
+
+def connect(address: str) -> TCPStore:
+    """Return a connection to the store at `address`, such as ``node1:29500``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(
+            f"--watch {address!r:.80}: give MASTER_ADDR:MASTER_PORT of the job, such as node1:29500"
+        )
+    try:
+        return call_store(lambda: TCPStore(host, int(port), timeout=timedelta(seconds=5)), 5.0)
+    except (RuntimeError, CommrtError) as error:
+        raise TransportError(f"no store at {address}: is the job running? ({error})") from error
+
+
+def looks(store: TCPStore) -> Iterator[Look]:
+    """Yield a look per second, until all ranks have closed their worlds, or the store ends."""
+    watch = LateWatch()
+    before: dict[int, Record] = {}
+    with suppress(CommrtError, DistError):
+        while True:
+            records = call_store(lambda: read(store))
+            late = watch.look(records, time())
+            words = {each.rank: f"{each.what}: {each.late_s:.3g} s" for each in late}
+            yield Look([_row(each, before.get(each.rank), words) for each in records], late)
+            if records and all(each.closed for each in records):
+                return
+            before = {each.rank: each for each in records}
+            Event().wait(PERIOD_S)
+
+
+def _row(now: Record, before: Record | None, late: dict[int, str]) -> Row:
+    steps_per_s = exposed = None
+    if before is not None and now.time_s > before.time_s:
+        passed_s = now.time_s - before.time_s
+        steps_per_s = (now.steps - before.steps) / passed_s
+        exposed = (now.exposed_s - before.exposed_s) / passed_s
+    state = "computes" if now.bucket is None else f"waits for bucket {now.bucket}"
+    state = "closed" if now.closed else late.get(now.rank, state)
+    return Row(now.rank, now.host, now.step, steps_per_s, exposed, state)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is late in a running job, as its ranks publish it."""
+
+from cases import for_each
+from small_models import backward, trainee
+
+from commrt.runtime.publishing import Publisher
+from commrt.store.late import LateWatch
+from commrt.store.live import Record, base_of, read
+from commrt.testing.ranks import run_ranks
+from commrt.tools.measuring.live_job import looks
+
+
+def job(second, steps=0, exposed_s=(0.0, 0.0), waiting=None, silent=None):
+    """Return the records of two ranks: one may wait for a bucket, and of one nothing new may come."""
+    at = (1000.0 + second, steps * second, steps * second, 1000.0 + (second if steps else 0))
+    numbers = [0 if rank == silent else second for rank in range(2)]
+    buckets = [3 if rank == waiting else None for rank in range(2)]
+    return [Record(rank, "h", numbers[rank], *at, exposed_s[rank] * second, buckets[rank]) for rank in range(2)]
+
+
+@for_each(
+    ("what", "options"),
+    [
+        ("stalled", {"waiting": 0}),
+        ("slow", {"steps": 5, "exposed_s": (0.4, 0.01)}),
+        ("silent", {"steps": 5, "silent": 1}),
+        (None, {"steps": 5, "exposed_s": (0.04, 0.01)}),
+    ],
+)
+def test_a_rank_that_others_wait_for_is_told_once_in_ten_seconds(what, options):
+    watch = LateWatch()
+    told = [late for second in range(9) for late in watch.news(watch.look(job(second, **options), second), second)]
+    assert [(late.what, late.rank) for late in told] == ([] if what is None else [(what, 1)])
+
+
+def test_ranks_publish_what_a_watcher_shows():
+    def body(world):
+        model, *_ = trainee(world)
+        backward(model, world.rank)
+        Publisher(world).publish()
+        world.agree("both are there")
+        return [record.step for record in read(base_of(world.store))], next(looks(world.store))[0][world.rank].state
+
+    assert run_ranks(2, body) == [([1, 1], "computes")] * 2
