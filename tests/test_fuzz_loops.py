@@ -534,9 +534,8 @@ class Alone:
         self.end_steps(self.clock.on_step_end(which))
 
 
-GONE = "its process is gone"
+GONE = "its process is gone"  # as others say
 LEAVING = {None: GONE, Rank.kill: GONE, Rank.close: "it closed its world", Rank.detach: "it detached its model"}
-"""What the others say of it; None: it is killed at a hop."""
 APART = [
     commrt.Gossip(),
     commrt.Gossip(rotate=False),
@@ -577,6 +576,7 @@ class Apart(Loops):
                 self.all_is_as_said()
                 return
             self.crew.lose(lost)
+        self.crew.do(lambda rank: rank.world.wait())  # a roll call that it has answered may still run
         truth.lose(lost)
         if self.saved:
             del self.saved[0][lost]
