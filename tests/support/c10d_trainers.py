@@ -19,7 +19,7 @@ from small_models import sgd
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from commrt.c10d.process_group import CommrtProcessGroup
+import commrt.c10d
 from commrt.store.launcher import LOOPBACK
 
 EPOCHS = 3
@@ -198,7 +198,7 @@ def process_group_of_torchft():
     class ProcessGroupCommrt(ProcessGroupWrapper):
         def _create_pg(self, store, rank, world_size):
             found = {"group_rank": rank, "group_size": world_size, "global_ranks_in_group": []}
-            return CommrtProcessGroup(SimpleNamespace(store=store, timeout=self._timeout, group_id="torchft", **found))
+            return commrt.c10d.create(SimpleNamespace(store=store, timeout=self._timeout, group_id="torchft", **found))
 
         def getBackendName(self):  # noqa: N802
             return self._pg.name()
