@@ -78,7 +78,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Point links to pages of the site; show only the text of links to other files.
 
-    In the reference, write the entries of what `commrt/algorithms` registers.
+    A line that is a link to a program becomes the program. In the reference, write the entries of
+    what `commrt/algorithms` registers.
     """
     here = page.file.src_uri
     if here == "api/algorithms.md":
@@ -97,6 +98,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         inside = ELSEWHERE.get(
             path, path.removeprefix("docs/") if path.startswith("docs/") else None
         )
+        if path.endswith(".py") and f"\n{link[0]}\n" in link.string:
+            return f"```python\n{(ROOT / path).read_text()}```"
         if inside is None:
             return text
         kept = "" if inside == "index.md" else anchor  # index.md has other headings than the README
