@@ -12,7 +12,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import resources
 from math import inf
 from pathlib import Path
@@ -311,10 +311,13 @@ def _build(kind: type[T], given: object, what: str) -> T:
     """Return a `kind` of the keys `given`; raise `UsageError` for unknown and for missing keys."""
     if not isinstance(given, Mapping):
         raise UsageError(f"{what} must be a table of its own, not {_short(given)}")
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # all are dataclasses
+    every = fields(kind)  # type: ignore[arg-type]  # all are dataclasses
+    names = [each.name for each in every]
     if unknown := sorted(given.keys() - names):
         raise UsageError(f"{what}: {_short(unknown[0])} is not known: there are {', '.join(names)}")
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise UsageError(f"{what}: {error}") from error
+    without_default = [
+        each.name for each in every if each.default is MISSING and each.default_factory is MISSING
+    ]
+    if missing := [name for name in without_default if name not in given]:
+        raise UsageError(f"{what} has no {', no '.join(missing)}: add it")
+    return kind(**given)
