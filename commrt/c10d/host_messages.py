@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends and receives of a process group's CPU tensors: in any order, with tags, on Gloo's sockets.
 
-Gloo connects two ranks when they first exchange. Any thread posts, and waits. A thread of its own
-waits for works that the caller dropped.
+Gloo connects two ranks when both have posted a message to the other, and makes the one who is first
+wait for that. So the first message to a rank, and those that follow before it is posted, are posted
+on a thread of their own. Any thread posts, and waits. A thread of its own waits for works that the
+caller dropped.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
+from functools import partial
 from math import inf
 from threading import RLock
 from typing import Any
@@ -51,6 +55,10 @@ class HostMessages:
     def __init__(self, gloo: GlooTransport, world: World) -> None:
         self._gloo = gloo
         self._world = world
+        self._posting = RLock()  # held to find the latest, and to replace it
+        # by peer: the latest message that could not be posted at once; ended well, both are
+        # connected
+        self._latest: dict[int | None, Future[dist.Work]] = {}
         self._sends: WeakSet[HostWork] = WeakSet()
         self._dropped_sends = DroppedWorks()
         self._dropped_receives = DroppedWorks()
@@ -70,16 +78,30 @@ class HostMessages:
         place = Place(self._world.rank, peer, bucket=what, nbytes=data.nbytes)
         self._dropped_sends.start_waiting()
         self._dropped_receives.start_waiting()
-        try:
-            begun = self._gloo.post(data, peer, tag, is_send=is_send)
-        except RuntimeError as error:
-            raise self.explained(error, place, self.timeout_s) from error
+        begun = self._begin(partial(self._gloo.post, data, peer, tag, is_send=is_send), peer)
         work = HostWork(
             self, begun, data, place, self._dropped_sends if is_send else self._dropped_receives
         )
         if is_send:
             self._sends.add(work)
         return work
+
+    def _begin(self, post: Callable[[], dist.Work], peer: int | None) -> Future[dist.Work]:
+        """Return the future of what `post` returns, which posts a message to `peer`, after all
+        earlier ones to it.
+        """
+        with self._posting:
+            before = self._latest.get(peer)
+            if before is None or not before.done() or before.exception() is not None:
+                begun = start_call(partial(_post_after, before, post))
+                self._latest[peer] = begun
+                return begun
+        begun = Future()
+        try:
+            begun.set_result(post())
+        except RuntimeError as error:
+            begun.set_exception(error)
+        return begun
 
     def finish_sends(self, limit_s: float | None = None) -> None:
         """Wait for the end of all sends, or errors: at most `limit_s`, else each its timeout."""
@@ -121,6 +143,12 @@ class HostMessages:
         self._gloo.close()
 
 
+def _post_after(before: Future[dist.Work] | None, post: Callable[[], dist.Work]) -> dist.Work:
+    if before is not None:
+        before.exception()  # waits
+    return post()
+
+
 class DroppedWorks:
     """Works of Gloo that nobody waits for any more, which are kept until they end.
 
@@ -130,16 +158,16 @@ class DroppedWorks:
 
     def __init__(self) -> None:
         self._starting = RLock()  # held to replace `_waiting`
-        self._kept: deque[tuple[dist.Work, Tensor, float]] = deque()
+        self._kept: deque[tuple[Future[dist.Work], Tensor, float]] = deque()
         self._waiting: Future[None] = Future()
         self._waiting.set_result(None)
 
-    def keep(self, work: dist.Work, data: Tensor, timeout_s: float) -> None:
-        """Keep a work that was dropped.
+    def keep(self, begun: Future[dist.Work], data: Tensor, timeout_s: float) -> None:
+        """Keep what was `begun` with `data`, and dropped.
 
         Starts nothing, since garbage may be collected at any place.
         """
-        self._kept.append((work, data, timeout_s))
+        self._kept.append((begun, data, timeout_s))
 
     def start_waiting(self) -> Future[None]:
         """Wait for all kept works, on a thread of its own; return the future of their end."""
@@ -151,10 +179,20 @@ class DroppedWorks:
 
     def _wait(self) -> None:
         while self._kept:
-            work, _, timeout_s = self._kept[0]
-            with suppress(RuntimeError):
-                work.wait(timedelta(seconds=timeout_s))
+            begun, _, timeout_s = self._kept[0]
+            with suppress(RuntimeError, CommrtError):
+                _outcome(begun, timeout_s)
             self._kept.popleft()
+
+
+def _outcome(begun: Future[dist.Work], limit_s: float) -> bool:
+    """Wait for the end of what was `begun`, and of posting it; raise Gloo's error."""
+    deadline = Deadline(limit_s)
+    try:
+        work = begun.result(limit_s)
+    except TimeoutError as error:
+        raise RuntimeError("timed out: the peer posted no message") from error
+    return work.wait(timedelta(seconds=max(deadline.left_s, SHORTEST_S)))
 
 
 @untraced
@@ -168,14 +206,14 @@ class HostWork(dist.Work):
     def __init__(
         self,
         messages: HostMessages,
-        work: dist.Work,
+        begun: Future[dist.Work],
         data: Tensor,
         place: Place,
         kept: DroppedWorks,
     ) -> None:
         super().__init__()
         self._messages = messages
-        self._work = work
+        self._begun = begun
         self._data = data
         self._place = place
         self._timeout_s = messages.timeout_s
@@ -186,7 +224,7 @@ class HostWork(dist.Work):
 
     def __del__(self) -> None:
         if not self.was_waited_for:
-            self._kept.keep(self._work, self._data, self._timeout_s)
+            self._kept.keep(self._begun, self._data, self._timeout_s)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when it is done; see `GroupWork.wait`."""
@@ -196,7 +234,10 @@ class HostWork(dist.Work):
             return True
         limit_s = seconds_of(timeout) or self._timeout_s
         try:
-            return self._work.wait(timedelta(seconds=limit_s))
+            return _outcome(self._begun, limit_s)
+        except CommrtError as error:  # the group was closed
+            self._failure = as_dist_error(error)
+            raise copy(self._failure) from error
         except RuntimeError as error:
             ended = self._messages.explained(error, self._place, limit_s)
             self._failure = as_dist_error(ended)
@@ -206,15 +247,19 @@ class HostWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return True if it is done. Never waits."""
-        return self._work.is_completed()
+        return self._begun.done() and (
+            self._begun.exception() is not None or self._begun.result().is_completed()
+        )
 
     def is_success(self) -> bool:
         """Return True unless it has ended in an error."""
-        return self._work.is_success()
+        return self.exception() is None
 
     def exception(self) -> Any:
         """Return the error in which it has ended, None while there is none. Never waits."""
-        return self._work.exception()
+        if not self._begun.done():
+            return None
+        return self._begun.exception() or self._begun.result().exception()
 
     def result(self) -> list[Tensor]:
         """Return the tensor that was sent or received."""
@@ -222,6 +267,6 @@ class HostWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank that a receive from any rank had its data from."""
-        return self._work._source_rank()  # noqa: SLF001  # torch calls both
+        return self._begun.result()._source_rank()  # noqa: SLF001  # torch calls both
 
     _source_rank = source_rank
