@@ -19,6 +19,7 @@ from commrt.errors import DeadlineExceeded, TransportClosed, TransportError
 from commrt.pricing.selection import Selection
 from commrt.runtime.prepared import Prepared
 from commrt.runtime.world import World
+from commrt.store.reports import NUMBERED
 from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, Fact, Recorder, within_range
 from commrt.transport.protocol import Tag, point
@@ -98,7 +99,7 @@ class CallEngine:
     def _name_call(self, error: TransportError, call: Call, number: int) -> None:
         """Let an error say of which call it is, its timeout, and why the world was closed."""
         what = f"{call.kind}, sequence number {number} of group {self._name}"
-        error.call = f"{call.kind.collective}()", f"with sequence number {number}"
+        error.call = f"{call.kind.collective}()", f"{NUMBERED} {number}"
         if isinstance(error, DeadlineExceeded):
             what += f", with a timeout of {self._world.timeout_s:g} s"
         what += f": {error.what}"

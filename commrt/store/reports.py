@@ -43,6 +43,8 @@ PASSES = (
     " last pass of an accumulation in replica.no_sync()"
 )
 BACKWARD = "backward()"
+NUMBERED = "with sequence number"
+"""How `Call.when` begins for calls of a process group."""
 
 T = TypeVar("T")
 
@@ -67,6 +69,17 @@ class Call(NamedTuple):
         if self.name in ("", BACKWARD):
             return JOIN
         return f"{CALL.format(name=self.name)}; {JOIN}"
+
+    def differs_from(self, other: Call) -> bool:
+        """Return True if two ranks cannot be there at once, as far as is known.
+
+        Of numbered calls one rank may have made more than another.
+        """
+        if "" in (self.name, other.name):
+            return False
+        if self.when.startswith(NUMBERED) and other.when.startswith(NUMBERED):
+            return self.when == other.when and self.name != other.name
+        return self != other
 
     def advice_beside(self, other: Call) -> str:
         """Return what to do if another rank was in the call `other`."""
@@ -149,9 +162,13 @@ class _Trail:
         """How the calls of two ranks differ, and what to do, if one of them shows that."""
 
     def follow(self, peer: int | None, saw: str) -> Iterator[str]:
-        """Yield what `peer` reported, and for whom it waited itself; `saw` is this rank's error."""
+        """Yield what `peer` reported, and for whom it waited itself; `saw` is this rank's error.
+
+        A rank that reported nothing ended or stopped: that is why, whatever calls others were in.
+        """
         store = self._store
         seen = {self._rank}
+        beyond: list[str] = []  # what those reported that were in other calls, or waited for them
         while peer is not None and peer not in seen:
             seen.add(peer)
             if store.check([_closed_key(peer)]):
@@ -164,16 +181,21 @@ class _Trail:
                 # a request that waits would hold up all groups that share its connection
                 Event().wait(POLL_S)
             if not store.check([f"report/{peer}"]):
+                self.cause = ""
+                yield from beyond
                 yield f"Rank {peer} reported nothing: look there first"
                 return
             report = json.loads(store.get(f"report/{peer}"))
             waited_for, saw, *other = typed(report, int | None, str, str, str, str)
             call = Call(*other)
-            if self._where.name and call.name and call != self._where:
+            if not self.cause and self._where.differs_from(call):
                 both = f"rank {self._rank} was in {self._where}, and rank {peer} in {call}"
                 self.cause = f"{both}: {self._where.advice_beside(call)}"
-                return
-            yield f"Rank {peer} saw {saw:.1000}"
+            sentence = f"Rank {peer} saw {saw:.1000}"
+            if self.cause:
+                beyond.append(sentence)
+            else:
+                yield sentence
             peer = waited_for
 
 

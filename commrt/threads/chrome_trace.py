@@ -45,17 +45,19 @@ def merge(directory: Path) -> Path:
     agree. Raises `UsageError` if a file is missing or malformed.
     """
     merged: list[Path] = []
-    while (files := sorted(directory.glob("rank*.json"), key=_rank_of)) != merged:
-        merged = files  # a rank that writes meanwhile may have read less
-        try:
+    try:
+        while (files := sorted(directory.glob("rank*.json"), key=_rank_of)) != merged:
+            merged = files  # a rank that writes meanwhile may have read less
             traces = [json.loads(file.read_text(encoding="utf-8")) for file in files]
             events = [event for trace in traces for event in _moved(trace, traces[0])]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            what = f"{directory} holds no traces of COMMRT_TRACE: {error!r:.200}"
-            raise UsageError(what) from error
-        _replace(directory / MERGED, {"displayTimeUnit": "ms", "traceEvents": events})
+            _replace(directory / MERGED, {"displayTimeUnit": "ms", "traceEvents": events})
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        what = f"{directory!s:.200} holds no traces of COMMRT_TRACE: {error!r:.200}"
+        raise UsageError(what) from error
     if not merged:
-        raise UsageError(f"{directory} holds no rank0.json: give the directory of COMMRT_TRACE")
+        raise UsageError(
+            f"{directory!s:.200} holds no rank0.json: give the directory of COMMRT_TRACE"
+        )
     return directory / MERGED
 
 

@@ -151,6 +151,17 @@ def messages_are_received_by_tag_in_any_order():
     return [int(tensor) for tensor in received.values()], [*received]
 
 
+def a_first_message_does_not_wait_for_its_receiver():
+    group, rank, received = dist.new_group(), dist.get_rank(), torch.zeros(3)
+    sending = dist.isend(torch.ones(3), 1, group=group) if rank == 0 else None
+    dist.all_reduce(torch.ones(3), group=group)
+    if sending is not None:
+        sending.wait()
+    if rank == 1:
+        dist.recv(received, 0, group=group)
+    return received.tolist(), [float(rank == 1)] * 3
+
+
 def a_receive_from_any_rank_names_it():
     if IN_C:  # torch loses the source
         return raised(lambda: dist.recv(torch.zeros(3))).partition(":")[0], "UsageError"

@@ -29,7 +29,7 @@ LOCAL = {"--period": COUNT, "--delay": COUNT, "--fragments": COUNT}
 
 def drawn_options(draw, options):
     """Up to six of `options`, each with a value; those whose values are None are flags."""
-    chosen = draw(st.lists(st.sampled_from(sorted(options)), unique=True, max_size=6))
+    chosen = draw(st.lists(st.sampled_from(sorted(options)), unique=True, max_size=6)) if options else []
     return [
         word for option in chosen for word in ([option] if options[option] is None else [option, draw(options[option])])
     ]
