@@ -107,9 +107,9 @@ def test_interfaces_that_are_not_there_and_variables_that_nobody_reads_are_found
     assert (finding.name, finding.verdict, finding.advice) == (name, verdict, advice)
 
 
-def test_the_known_variables_are_those_that_the_package_reads():
-    text = "".join(path.read_text() for path in (ROOT / "commrt").rglob("*.py"))
-    assert set(re.findall(r"COMMRT_[A-Z_]+", text)) == set(VARIABLES)
+def test_the_known_variables_are_those_that_the_package_reads_and_a_page_explains():
+    for paths in ((ROOT / "commrt").rglob("*.py"), ROOT.glob("docs/environment.md")):
+        assert set(re.findall(r"COMMRT_[A-Z_]+", "".join(path.read_text() for path in paths))) == set(VARIABLES)
 
 
 @for_each(
