@@ -59,9 +59,8 @@ def test_every_block_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_pat
 
 def test_every_block_of_python_is_python():
     """Also those that are not run."""
-    for block in (block for page in PAGES for block in blocks(page)):
-        if block.language == "python":
-            ast.parse(block.body, f"{block.page}")
+    for block in (block for page in PAGES for block in blocks(page) if block.language == "python"):
+        ast.parse(block.body, f"{block.page}")
 
 
 def test_a_command_that_names_what_does_not_exist_is_refused():

@@ -56,7 +56,7 @@ ENDED = (
 UNEQUAL = (
     "commrt: rank %d: weights or buffers differed between ranks that had applied the same updates;"
     " all ranks take those of rank %d. The loop or a forward pass changed them outside of steps"
-    " (docs/backup_workers.md)"
+    " (docs/algorithms/backup_workers.md)"
 )
 
 
