@@ -133,8 +133,14 @@ def registered_functions() -> str:
 def command_page() -> str:
     """Return the page of all commands with their options, from the help of `commrt`."""
     codes = "Exit codes: 0 success, 1 runtime failure, 2 invalid input, 130 interrupted."
-    parts = ["# The command", f"`commrt COMMAND --help` prints the same. {codes}"]
-    for name, function in sorted(_commands(app, "commrt")):
+    about = (
+        "Check a machine, prove schedules, predict and draw clusters: `pip install 'commrt[cli]'`."
+        f" `commrt COMMAND --help` prints the same as this page. {codes}"
+    )
+    named = sorted(_commands(app, "commrt"))
+    rows = [f"| [{name}](#{name.replace(' ', '-')}) | {_purpose(each)} |" for name, each in named]
+    parts = ["# The command", about, "\n".join(["| command | |", "|---|---|", *rows])]
+    for name, function in named:
         hints = get_type_hints(function, include_extras=True)
         rows = [_row(each, hints[each.name]) for each in signature(function).parameters.values()]
         table = "\n".join(["| option | default | |", "|---|---|---|", *rows])
@@ -148,6 +154,11 @@ def _commands(group: typer.Typer, name: str) -> Iterator[tuple[str, Callable[...
         yield f"{name} {command.name or command.callback.__name__}", command.callback
     for inner in group.registered_groups:
         yield from _commands(inner.typer_instance, f"{name} {inner.name}")
+
+
+def _purpose(function: Callable[..., Any]) -> str:
+    """Return the first sentence of its docstring, in one line."""
+    return " ".join((getdoc(function) or "").split("\n\n")[0].split())
 
 
 def _row(parameter: Parameter, hint: Any) -> str:
