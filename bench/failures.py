@@ -241,7 +241,7 @@ def draw_picture(records: Sequence[Record], path: Path) -> None:
     rcParams["svg.hashsalt"] = "failures"  # the same records make the same bytes
     rates = [rate for rate in dict.fromkeys(one["every"] for one in records) if rate]
     names = list(dict.fromkeys(one["variant"] for one in records))
-    figure = Figure(figsize=(5, 0.8 + 0.56 * len(names)), layout="constrained")  # legible on a telephone
+    figure = Figure(figsize=(3.7, 0.8 + 0.56 * len(names)), layout="constrained")  # legible on a telephone
     axes = figure.subplots()
     calmest = sorted(names, key=lambda name: [one["ratio"] for one in records if one["variant"] == name][-1])
     for number, rate in enumerate(rates):
@@ -259,9 +259,9 @@ def draw_picture(records: Sequence[Record], path: Path) -> None:
             axes.text(end + 0.03, place, f"{one['ratio']:.2f}", fontsize=9, va="center")
     for number, name in enumerate(calmest):
         axes.text(0, number - 0.14, NAMES[name].replace("`", ""), fontsize=11, va="bottom")
+        axes.plot([1.0, 1.0], [number - 0.12, number + 0.52], color="0.3", lw=0.8)
     axes.set_yticks([])
     axes.set_ylim(len(names) - 0.4, -0.5)
-    axes.axvline(1.0, color="0.3", lw=0.8)
     legend = {"title": "steps from one failure to the next", "title_fontsize": 11, "fontsize": 11, "ncols": 3}
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0.02), frameon=False, **legend)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
