@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import tempfile
+from contextlib import ExitStack
 from multiprocessing import forkserver, set_forkserver_preload
 
 import profiles  # noqa: F401  # loads one
@@ -64,3 +65,12 @@ def _over(request):
     ]
     yield
     ranks.over_threads = before
+
+
+@pytest.fixture
+def members():
+    """Forms a generation of so many members, who leave when the test ends."""
+    from store_members import members_of  # noqa: PLC0415  # after the environment is set
+
+    with ExitStack() as stack:
+        yield lambda ranks, needed=0: stack.enter_context(members_of(ranks, needed))

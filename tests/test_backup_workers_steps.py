@@ -8,20 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from cases import for_each, on_ranks, pairwise
-from late_ranks import (
-    AT,
-    LATE,
-    NORMED,
-    Loop,
-    Trainee,
-    at,
-    backward,
-    batch,
-    on_loop,
-    sgd,
-    trainee,
-    weights,
-)
+from late_ranks import AT, LATE, NORMED, Loop, Trainee, at, backward, batch, on_loop, sgd, trainee, weights
 
 import commrt
 from commrt.backup_workers import quorum, stall

@@ -48,7 +48,6 @@ def test_the_check_of_a_gpu_writes_one_record(tmp_path):
 
 @pytest.fixture(scope="module")
 def recorded():
-    """All records by suite, case and variant."""
     found = records.read(sorted((BENCH / "results").glob("*.jsonl")))
     return {(one["suite"], one["case"], one["variant"]): one for one in found}
 

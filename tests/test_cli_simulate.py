@@ -26,7 +26,6 @@ def pasted(python):
 
 
 def algorithm_of(plan):
-    """Return the algorithm of the line of Python that a plan recommends."""
     call = plan["python"].removeprefix("commrt.attach(model, optimizer, ")
     return pasted(call.split(", wire=")[0])
 

@@ -19,7 +19,6 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def ran(name, options, ranks):
-    """How each rank ended."""
     return run_processes(ranks, program, EXAMPLES / name, options.split(), limit_s=110)
 
 

@@ -57,10 +57,13 @@ def test_a_call_that_only_rank_0_makes_is_named_on_both_ranks_with_their_steps(c
         assert "backward() of step 2" in where
 
 
+STEPS = "steps of optimizers (those of the n-th count n-fold)"
+
+
 @for_each(
     ("mistake", "here", "elsewhere"),
     [
-        (lambda *loop: backward(loop[2], 0), "2 steps of optimizers (those of the n-th count n-fold)", "3 steps"),
+        (lambda *loop: backward(loop[2], 0), f"2 {STEPS}", f"3 {STEPS}: the ranks ran different numbers of backward"),
         (lambda *loop: loop[3].step(), "none", "a backward pass"),
     ],
 )

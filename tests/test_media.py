@@ -111,7 +111,6 @@ def test_connecting_what_is_no_gpu_is_refused_and_the_world_goes_on(world):
 
 @pytest.fixture
 def alone():
-    """A world of one rank."""
     with World(local(1, 5.0)[0], HashStore()) as world:
         yield world
 

@@ -2,7 +2,6 @@
 """Generations: all ranks agree on one, late ranks are evicted, and a live rank is not evicted before the deadline."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from threading import Event
 from time import monotonic
 from types import SimpleNamespace
@@ -33,13 +32,6 @@ from commrt.runtime.generation import Generation, Loss
 from commrt.testing.ranks import run_ranks
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future
-
-
-@pytest.fixture
-def members():
-    """Forms a generation of so many members, who leave when the test ends."""
-    with ExitStack() as stack:
-        yield lambda ranks, **options: stack.enter_context(members_of(ranks, **options))
 
 
 def at_once(calls):

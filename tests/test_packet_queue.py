@@ -68,7 +68,6 @@ def pair():
 
 
 def recorded(end, act, pair, monkeypatch):
-    """The steps of `act`, which an end makes."""
     steps = pair[1][end]
     steps.clear()
     monkeypatch.setattr(channel, "fence", lambda: steps.append((FENCE, None)))

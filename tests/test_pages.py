@@ -193,7 +193,6 @@ KINDS = [name for name, kind in vars(errors).items() if isinstance(kind, type) a
 
 
 def section(kind):
-    """The text under its heading."""
     return re.search(rf"^### {kind}$(.*?)(?=^##|\Z)", TROUBLE.read_text(), re.MULTILINE | re.DOTALL)
 
 

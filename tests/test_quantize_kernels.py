@@ -49,7 +49,6 @@ def decoded(ways, rows, quantizer, numel):
 
 
 def rows_of(quantizer, numel, count):
-    """Codes of `count` tensors."""
     rows = torch.zeros(count, quantizer.nbytes(numel), dtype=torch.uint8)
     for seed, row in enumerate(rows):
         quantize.quantize(values(numel, quantizer.block, 50 + seed), row, quantizer)

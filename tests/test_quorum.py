@@ -240,7 +240,6 @@ class Model:
         return list(chain.from_iterable(each))
 
     def actions(self, state, rank):
-        """What a rank may do next."""
         if rank in state.dead:
             yield from self.replaced(state, rank)
         elif not isinstance(operation := self.operation(state, rank), dict):

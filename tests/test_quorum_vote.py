@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from threading import Event
 from types import SimpleNamespace
 
 import pytest
 from moved_clock import moved_clock
-from store_members import LONG_S, members_of
+from store_members import LONG_S
 from torch.distributed import FileStore
 
 from commrt.backup_workers import quorum
@@ -33,13 +33,6 @@ from commrt.threads.deadline import Timeouts
 PATIENT_S = 10.0
 OUTCOME = quorum_key(0, 0, "outcome")
 WRITTEN = ["announced", "outcome"]
-
-
-@pytest.fixture
-def members():
-    """Forms a generation of so many members, who leave when the test ends."""
-    with ExitStack() as stack:
-        yield lambda ranks, needed: stack.enter_context(members_of(ranks, needed))
 
 
 class NoOtherAttempt(Exception):

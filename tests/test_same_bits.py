@@ -103,7 +103,6 @@ def gradients_of(rank):
 
 
 def averages(world, **options):
-    """The averages of all gradients, in one row."""
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
     replica = commrt.attach(model, None, Direct(), world=world, same_bits=True, **options)
     products = zip(model, gradients_of(world.rank), strict=True)

@@ -59,7 +59,6 @@ def swapping(rank, sent, landing):
 
 
 def across(pair, data, landing):
-    """Rank 0 sends `data`, rank 1 receives it."""
     return both(pair, [sending(data), receiving(landing)])
 
 

@@ -25,15 +25,11 @@ NEAR_WRAP = WRAP - 3
 
 
 class Signal(NamedTuple):
-    """Write a position into a peer's word."""
-
     peer: int
     position: int
 
 
 class Wait(NamedTuple):
-    """Wait until a peer has signalled a position."""
-
     peer: int
     goal: int
 
@@ -57,7 +53,6 @@ class Used(NamedTuple):
 
 
 def difference(one, other):
-    """Subtract as int32."""
     return (one - other + WRAP // 2) % WRAP - WRAP // 2
 
 

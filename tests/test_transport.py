@@ -210,7 +210,6 @@ def test_nobody_connects_to_gloo_once_all_ranks_have():
 
 
 def listening():
-    """The addresses at which this process listens."""
     return {end.getsockname() for end in gloo_listeners._listening()}
 
 

@@ -51,15 +51,12 @@ class Call:
 
     @property
     def is_root(self) -> bool:
-        """True if this rank is the root."""
         return bool(self.group.rank() == self.root)
 
     def row(self, pieces: int = 1) -> torch.Tensor:
-        """Return ones for so many ranks."""
         return torch.ones(pieces * self.numel, dtype=self.dtype)
 
     def rows(self) -> list[torch.Tensor]:
-        """Return ones for each rank."""
         return [self.row() for _ in range(RANKS)]
 
     def texts(self) -> list[Any]:
@@ -67,7 +64,6 @@ class Call:
         return ["x" * self.numel] * RANKS
 
     def at_root(self, listed: list[Any]) -> list[Any] | None:
-        """Return `listed` at the root, else None."""
         return listed if self.is_root else None
 
 
@@ -130,15 +126,12 @@ FAULTS = [*STRIKES, *DISAGREEMENTS]
 
 
 def applies(fault: str, name: str) -> bool:
-    """Return True if `fault` can happen in the collective `name`."""
     if fault == "other root":
         return name in ROOTED
     return name not in SHAPELESS or fault not in {"other shape", "other dtype"}
 
 
 class Ending(NamedTuple):
-    """The error that a rank got."""
-
     kinds: tuple[str, ...]
     """Its class and that one's bases."""
     text: str

@@ -48,8 +48,6 @@ TOGETHER = [("stop", "gathered"), ("kill", "gathered")]
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of a run."""
-
     steps: int = STEPS
     """Number of updates, or of batches in each epoch."""
     epochs: int = 0
@@ -98,7 +96,6 @@ class FaultInjector:
         self._tell, self._faults = tell, list(faults)
 
     def at(self, where, step):
-        """Apply the faults of this place."""
         for fault in [fault for fault in self._faults if fault.where == where and fault.step <= step]:
             self._faults.remove(fault)
             if not self.applies(fault):
@@ -164,25 +161,32 @@ class Trainee:
         return True
 
     def report(self, **more):
-        """Return what the audit needs."""
         params = [param.detach().numpy() for param in self.model.parameters()]
         own = {"used": self.used, "params": params, "longest_s": self.longest_s, "attached_s": self.attached_s}
         return own | more
+
+
+def trainee_of(world, *given, **options):
+    """Return what trains on one rank; a rank that comes loads a checkpoint, as scripts do, which must not harm it."""
+    trainee = Trainee(world, *given, **options)
+    if world.is_replacement:
+        old, before = {name: 0 * value for name, value in trainee.model.state_dict().items()}, trainee.replica.step
+        trainee.model.load_state_dict(old)
+        trainee.replica.load_state_dict({"step": 0})
+        assert trainee.replica.step == before
+    return trainee
 
 
 def work(tell, algorithm, timeout_s, length, faults):
     """Train on one rank, and report which gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
-        trainee = Trainee(world, algorithm)
+        trainee = trainee_of(world, algorithm)
         replica = trainee.replica
         own = [fault for fault in faults if fault.rank == world.rank and not world.is_replacement]
         injector = FaultInjector(tell, own)
         injector.watch(replica)
         replica.before_giving_up(lambda: tell(("giving up", replica.step)))
-        if world.is_replacement:  # an old checkpoint must not harm it
-            replica.model.load_state_dict({name: 0 * value for name, value in replica.model.state_dict().items()})
-            replica.load_state_dict({"step": 0})
         are_replaced = any(each.kind == "replace" for each in faults)
 
         def is_over(batches):
@@ -219,8 +223,6 @@ def drained(replica):
 
 
 def run_with_faults(ranks, algorithm, faults, length=RunLength(), *, timeout_s=15.0, stop_s=STOP_S):
-    """Run all ranks with these faults, and return how each one ended."""
-
     def on_message(_, message, process):
         if message in {"kill", "replace"}:
             process.kill()
@@ -327,7 +329,6 @@ def seconds(times_s):
 
 
 def main():
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs of each case")
     parser.add_argument("--pairs", action="store_true", help="also run two faults at once, with two backups")

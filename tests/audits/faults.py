@@ -53,7 +53,6 @@ class Fault:
 
     @property
     def is_short(self):
-        """True if the rank is back before the timeout."""
         return self.stopped_s is not None and self.stopped_s < TIMEOUT_S
 
     def __str__(self):
@@ -63,8 +62,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
-
     seed: int
     ranks: int
     backups: int | None
@@ -75,14 +72,12 @@ class Case:
 
     @property
     def algorithm(self):
-        """What the ranks train with."""
         if self.backups is None:
             return commrt.Gossip(staleness=int(self.option))
         return commrt.BackupWorkers(self.backups, early=self.option)
 
 
 def cases(seeds):
-    """One case for each seed."""
     for seed in seeds:
         rng = Random(seed)
         ranks = rng.randint(2, 5)
@@ -133,7 +128,6 @@ def _collective(world, replica, number):
 
 
 def run(case):
-    """Run `case`, and return how each rank ended."""
     over, processes = Event(), {}
 
     def on_message(rank, _, process):
@@ -161,7 +155,6 @@ def _strike(process, fault, over):
 
 
 def wrong(case, ends):
-    """Yield what is wrong, in words."""
     may_end = {fault.rank for fault in case.faults if not fault.is_short}
     for end in ends:
         was_killed = end.exit_code == -signal.SIGKILL and end.rank in may_end
@@ -199,7 +192,6 @@ def _is_sum(total, number):
 
 
 def main():
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")

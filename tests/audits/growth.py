@@ -21,7 +21,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 import torch
-from fault_cost import Fault, FaultInjector, Trainee, backward, drained, network, reference_holds, require_equal
+from fault_cost import Fault, FaultInjector, backward, drained, network, reference_holds, require_equal, trainee_of
 
 import commrt
 from commrt.local_sgd import LocalSGD
@@ -45,7 +45,6 @@ class Growing:
         self.victim, self.dies, self.met = victim, dies, {}
 
     def on_message(self, rank, message, process):
-        """Take what a rank tells."""
         match message:
             case "kill":
                 process.kill()
@@ -101,7 +100,6 @@ class Injector(FaultInjector):
         self._world = world
 
     def at(self, where, step):
-        """Apply the faults of this place."""
         if len(self._world.members) >= MOST_BEFORE:
             super().at(where, step)
 
@@ -137,17 +135,6 @@ def work(tell, backups, steps, every, faults):
                     break
         equal = replica.replicas_equal()
         return trainee.report(equal=equal, first=first, step=replica.step, members=[*world.members])
-
-
-def trainee_of(world, *given, **options):
-    """Return what trains on one rank; a rank that comes loads a checkpoint, as scripts do, which must not harm it."""
-    trainee = Trainee(world, *given, **options)
-    if world.is_replacement:
-        old, before = {name: 0 * value for name, value in trainee.model.state_dict().items()}, trainee.replica.step
-        trainee.model.load_state_dict(old)
-        trainee.replica.load_state_dict({"step": 0})
-        assert trainee.replica.step == before
-    return trainee
 
 
 def look_at(model):
@@ -309,7 +296,6 @@ def require_each_sample_once(used, lost=4):
 
 
 def main():
-    """Make the runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)

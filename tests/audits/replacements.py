@@ -25,8 +25,6 @@ MORE = 8
 
 
 class Replacements(NamedTuple):
-    """The results of a run."""
-
     deaths: int
     steps: int
     quorums: int
@@ -115,7 +113,6 @@ def train_with_deaths(ranks, backups, deaths, timeout_s=15.0):
 
 
 def main():
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=6, help="number of ranks")
     parser.add_argument("--backups", type=int, default=2, help="backups of the algorithm")

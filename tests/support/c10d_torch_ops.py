@@ -12,7 +12,6 @@ def row(numel=4):
 
 
 def rows():
-    """One row for each rank."""
     return [row(), row() + 100]
 
 

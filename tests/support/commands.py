@@ -46,7 +46,6 @@ def commands_of(group, *names):
 
 
 def words(line, *more):
-    """Return the words of a command."""
     return [*str(line).split(), *map(str, more)]
 
 

@@ -65,7 +65,6 @@ class Saved:
         self._states = [deepcopy(owner.state_dict()) for owner in owners]
 
     def load(self, *owners):
-        """Give `owners` the states of those before."""
         for owner, state in zip(owners, self._states, strict=True):
             owner.load_state_dict(deepcopy(state))
 

@@ -51,8 +51,6 @@ RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block of a page."""
-
     page: Path
     line: int
     """Of its first line of code, counted from 1."""

@@ -95,7 +95,6 @@ INDUCTOR = Scenario("compiled by inductor", backend="inductor")
 
 
 def build(scenario):
-    """The model with its optimizer."""
     torch.manual_seed(11)
     model = scenario.model()
     if scenario.adamw:

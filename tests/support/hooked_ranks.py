@@ -35,7 +35,6 @@ def in_a_group(timeout_s=30):
 
 
 def hooked(module=None, state=None, **options):
-    """A model of DDP with the hook."""
     model = DistributedDataParallel(nn.Linear(3, 1) if module is None else module, **options)
     model.register_comm_hook(commrt.DDPState() if state is None else state, commrt.ddp_hook)
     return model

@@ -69,7 +69,6 @@ class Step(NamedTuple):
     buckets: int
 
     def of(self, world: commrt.World) -> Callable[[], None]:
-        """Attach a model; return its step."""
         model = nn.ParameterList([nn.Parameter(torch.zeros(NUMEL)) for _ in range(self.tensors)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         cap_mb = 4 * self.tensors * NUMEL / self.buckets / 2**20 * 1.02
@@ -89,7 +88,6 @@ class Run(NamedTuple):
     transport: Transport
 
     def of(self, world: commrt.World) -> Callable[[], object]:
-        """Return the call."""
         return partial(world.run, commrt.Ring().schedule(0, 2), torch.zeros(NUMEL))
 
 

@@ -40,7 +40,6 @@ def backward(model, rank, version):
 
 
 def trainee(world, algorithm, **options):
-    """Return a copy of `MODEL` with its optimizer and replica."""
     return attached(world, deepcopy(MODEL), sgd, algorithm=algorithm, **options)
 
 

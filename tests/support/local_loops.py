@@ -51,8 +51,6 @@ def ends_equal(ranks, **options):
 
 
 class Loop:
-    """A rank's training loop."""
-
     def __init__(self, world, algorithm, model=None, make=torch.optim.AdamW, lr=0.05, **options):
         self.world, self.model = world, model_of() if model is None else model
         self.optimizer = make(self.model.parameters(), lr=lr)
@@ -80,7 +78,6 @@ class Loop:
         return self
 
     def anchors(self):
-        """The anchor, in the order of the parameters."""
         return [self.agreed()["anchors", name] for name, _ in self.model.named_parameters()]
 
     def agreed(self):

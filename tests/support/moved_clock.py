@@ -24,7 +24,6 @@ class MovedClock:
         self._readers: set[int] = set()
 
     def now_s(self) -> float:
-        """Return the seconds at which the clock stands."""
         now_s = self._now_s
         self._readers.add(get_ident())  # afterwards: whoever counts readers moves the clock for all of them
         return now_s

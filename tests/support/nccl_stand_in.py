@@ -63,13 +63,11 @@ class RecordedGraph:
         self.communicators: list[NcclCommunicator] = []
 
     def replay(self) -> None:
-        """Repeat all recorded calls."""
         self.replays += 1
         for call in self.calls:
             call()
 
     def reset(self) -> None:
-        """Drop all recorded calls."""
         communicators, self.communicators, self.calls = self.communicators, [], []
         with changed:
             for communicator in communicators:
@@ -214,11 +212,9 @@ class NcclCommunicator:
             changed.wait_for(lambda: len(self._fabric.arrived) == ndev)
 
     def send(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Send `count` bytes at `address` to `peer`."""
         self._issue(_Posted(self, True, address, count, peer), datatype)
 
     def recv(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Receive `count` bytes from `peer` at `address`."""
         self._issue(_Posted(self, False, address, count, peer), datatype)
 
     def _issue(self, call: _Posted, datatype: int) -> None:

@@ -86,7 +86,6 @@ class HostIpcMemory(IpcMemory):
 
 
 def run(plan: SignalWaitPlan) -> None:
-    """Signal and wait on the calling thread."""
     for waits in signal_wait(plan):
         if waits:
             threading.Event().wait(PAUSE_S)

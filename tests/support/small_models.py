@@ -42,7 +42,6 @@ def sgd(model, lr=0.1):
 
 
 def attached(world, model, make=sgd, **options):
-    """Return a model with its optimizer and replica."""
     optimizer = make(model)
     return model, optimizer, commrt.attach(model, optimizer, world=world, **options)
 

@@ -11,8 +11,6 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of Python."""
-
     path: Path
     text: str
     nodes: tuple[ast.AST, ...]
