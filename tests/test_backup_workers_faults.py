@@ -142,9 +142,6 @@ def test_ranks_that_leave_in_the_middle_have_not_finished(how):
     assert how != "exit" or "no world.close() before that had said that its data has ended" in first.error
 
 
-# another process takes the place of a killed one
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["backward", "reducing"])
 def test_a_replacement_copies_the_weights_of_the_others_and_counts(where):

@@ -211,9 +211,6 @@ def test_a_loop_that_counts_for_itself_is_told_the_line_that_makes_it_right():
     run_ranks(3, body)
 
 
-# checkpoints
-
-
 def states(parts):
     return deepcopy([part.state_dict() for part in parts])
 

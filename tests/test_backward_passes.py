@@ -125,18 +125,6 @@ def test_a_scaler_that_skips_where_gradients_are_gossiped_is_named_on_all_ranks(
         train()
 
 
-@on_ranks(2)
-def test_ranks_that_run_different_numbers_of_backward_passes_for_a_step_are_told(world):
-    model, optimizer, _ = trainee(world)
-    backward(model, world.rank)
-    optimizer.step()
-    backward(model, world.rank)
-    if world.rank == 1:
-        optimizer.step()
-    with pytest.raises(DisagreementError, match="different numbers of backward passes"):
-        backward(model, world.rank, 1)
-
-
 # Gradients held back by no_sync(), and optimizers that step with a closure.
 
 

@@ -89,9 +89,6 @@ def test_the_page_of_all_reduces_says_what_was_recorded(recorded):
         assert " | ".join([f"| {said}", *step, *exchange, ""]) in page
 
 
-# Training under failures.
-
-
 def test_the_audit_finds_updates_that_are_wrong(tmp_path):
     """Of two updates of three ranks with one backup, the first one comes from ranks 0 and 2, and says 0 and 1."""
     noise, digits = torch.randn(TRAIN_IMAGES, 1, 28, 28, dtype=torch.float64), torch.arange(TRAIN_IMAGES) % 10

@@ -39,8 +39,6 @@ from commrt.testing.ranks import run_ranks
 from commrt.training.gradient_weights import GradientWeights
 from commrt.training.riding import Riding
 
-# schedulers and averages
-
 
 def averaged(loop, world):
     """A rank with batch norm, AdamW, a scheduler and an average of its weights."""
@@ -158,9 +156,6 @@ def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_onc
     late, older = ends[LATE][2]
     assert (late.counted, late.step, late.members) == (False, 0, (0, 1))
     assert older == commrt.training.StepReport(older.step, (), 0.0, (), counted=False)  # of weights that were replaced
-
-
-# weights and buffers
 
 
 class Renormed(nn.Linear):
@@ -299,9 +294,6 @@ class Unsendable:
 def test_state_that_others_could_not_load_is_refused_at_once():
     with pytest.raises(UsageError, match="cannot be sent to other ranks"):
         run_ranks(3, lambda world: trainee(world, commrt.BackupWorkers(1), also=[Unsendable()]))
-
-
-# whom a late rank asks
 
 
 def gone():

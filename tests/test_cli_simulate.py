@@ -159,9 +159,6 @@ def test_the_plan_of_a_collective_says_what_was_priced_and_how_to_force_another_
     assert words in invoke(f"plan collective {line}").stdout
 
 
-# Wires of codes.
-
-
 @for_each("wire", QUANTIZERS)
 def test_codes_cost_their_bytes_and_scales(wire):
     record = told("simulate exchange direct --ranks 8 --cluster ethernet-10g --nbytes 8e6 --wire", wire)
@@ -217,8 +214,6 @@ def test_a_plan_of_a_buffer_takes_codes_too():
     assert record["reason"] == "Direct(): no other schedule carries int8 for ethernet-10g"
     assert record["best"]["exchange_seconds"] == pytest.approx(39.3e-3, rel=0.01)
 
-
-# Local SGD.
 
 SETTING = "--ranks 8 --cluster ethernet-10g --model resnet50"
 LOCAL = f"simulate local {SETTING} --compute-ms"

@@ -39,8 +39,6 @@ def launch_of(size, local_size):
     return Launch("torchrun", 0, size, 0, local_size, "127.0.0.1", 29500)
 
 
-# What is installed.
-
 GOOD = {name: AT_LEAST.get(name, "0.1") for name in MISSING if name != "cupy"}
 GOOD |= {"cupy-cuda13x": "14.2.0", "nvidia-nccl-cu13": "2.30.7"}
 TWO_CUPYS = GOOD | {"cupy-cuda12x": "14.2.0"}
@@ -82,9 +80,6 @@ def test_the_tables_say_what_the_project_asks_for():
     assert AT_LEAST["triton"] == TRITON_AT_LEAST
     known = asked.keys() & AT_LEAST
     assert {name: AT_LEAST[name] for name in known} == {name: asked[name] for name in known}
-
-
-# Variables.
 
 
 @for_each("name", HARMS)
@@ -161,9 +156,6 @@ def test_gpus_are_named_with_what_is_wrong_with_them(cuda, built_for, driver, ve
     assert words in " ".join(f"{each.name} {each.detail} {each.advice}" for each in found)
 
 
-# The host.
-
-
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     monkeypatch.setattr(doctor_exchange, "LIMIT_S", 30.0)
@@ -210,9 +202,6 @@ def test_more_ranks_or_threads_than_processors_are_a_warning(launch, threads, ve
     monkeypatch.setattr(doctor_machine, "cpus", lambda: 4)
     finding = only(doctor_machine.processors(launch, threads))
     assert (finding.verdict, advice in finding.advice) == (verdict, True)
-
-
-# The exchange.
 
 
 @FORKS
@@ -270,9 +259,6 @@ def test_the_nccl_of_cupy_and_of_torch_must_be_one(runtime, of_torch, copies, ve
     monkeypatch.setattr(doctor_machine, "nccl_files", lambda: [f"/{each}/libnccl.so.2" for each in range(copies)])
     finding = only(doctor_machine.nccl())
     assert (finding.verdict, detail in finding.detail) == (verdict, True)
-
-
-# All of it.
 
 
 def test_a_torch_that_cannot_be_imported_is_one_problem(monkeypatch):

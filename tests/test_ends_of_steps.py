@@ -161,9 +161,6 @@ def test_passes_without_a_step_are_bounded(world, algorithm, by_hand, message):
         train(world, algorithm, model, sgd(model), update, passes=24)
 
 
-# Optimizers that wrap others.
-
-
 class Sharpness(torch.optim.Optimizer):
     """Takes the gradient at a point nearby; only the wrapped optimizer's ``step()`` is called, or its own."""
 

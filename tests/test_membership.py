@@ -82,9 +82,6 @@ def adopt_current(found):
         member.adopt(member.current())
 
 
-# generations
-
-
 @given(
     st.dictionaries(st.integers(0, 9), st.integers(0, 3), min_size=1),
     st.integers(0, 9),
@@ -98,9 +95,6 @@ def test_a_head_reads_as_it_was_written(incarnations, step, why, finished, phase
     head = Head(Generation(step, ranks, step, losses, tuple(ranks)[1:]), step, phase)
     assert Head.from_json(head.to_json().encode()) == head
     assert Head.from_json(head.to_json().encode()).to_json() == head.to_json()
-
-
-# roll calls
 
 
 def test_a_member_that_does_not_answer_in_time_is_evicted_told_by_whom_and_cannot_come_back(members):
@@ -161,9 +155,6 @@ def test_a_collective_waits_for_a_member_that_was_silent_in_a_roll_call(members)
     assert until_the_deadline(arrivals(found[:2])) == [(0, 1)] * 2
     with pytest.raises(Evicted, match=r"did not come to save\(\) within"):
         found[2].current()
-
-
-# links
 
 
 def break_links(found, links, heal=Event()):  # noqa: B008  # one that never happens
@@ -230,9 +221,6 @@ def test_too_few_remaining_ranks_are_no_error_if_the_others_finished(finished):
             losses = [*found[1].absent(found[1].generation, [0, 1])[0], Loss(0, 4, f"it failed: {ends[0]}")]
             with pytest.raises(QuorumLost, match=r"Ranks \[0, 1\] are left, fewer than the 3"):
                 found[1].require_enough(found[1].generation, 4, losses)
-
-
-# collectives
 
 
 @for_each("ranks", [1, 2, 5])
@@ -317,9 +305,6 @@ def test_a_rank_that_was_stopped_where_a_collective_begins_learns_that_the_other
         assert isinstance(stopped.result(LONG_S / 2)[0], Evicted)
 
 
-# votes
-
-
 @settings(max_examples=30)
 @given(st.lists(st.booleans(), min_size=1, max_size=7))
 def test_a_part_counts_only_if_all_members_vote_for_it(said):
@@ -338,9 +323,6 @@ def test_a_part_does_not_count_without_the_vote_of_a_member_and_one_that_is_gone
         begin_s = monotonic()
         assert wait(votes(voters, [True, True])) == [False, False]
         assert monotonic() - begin_s < LONG_S / 2
-
-
-# a new process in a lost rank's place
 
 
 def replacement(found, rank):
@@ -444,9 +426,6 @@ def test_a_replacement_is_refused_where_all_others_have_finished(members):
     found[0].depart("it closed its world", finished=True)
     with pytest.raises(UsageError, match="all others have finished or are gone"):
         come(replacement(found, 1))
-
-
-# how long until a rank gives up
 
 
 def without_answers(clock, timeout_s):

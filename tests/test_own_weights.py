@@ -217,9 +217,6 @@ def test_unwise_settings_are_logged(caplog):
     assert "throws away" in caplog.text
 
 
-# checkpoints of local SGD
-
-
 @pytest.mark.slow
 @for_each(
     ("steps", "period", "delay", "is_refused"), [(5, 3, 3, True), (8, 4, 3, True), (5, 6, 4, True), (3, 5, 1, False)]

@@ -288,9 +288,6 @@ def test_an_average_that_one_rank_has_not_got_is_made_again_by_all(algorithm, nu
     assert all(same(own, before) for (own, _), (before, _) in zip(found, expected, strict=True))
 
 
-# processes
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["backward", "exchange"])
 def test_the_others_go_on_without_a_process_that_is_killed(where):

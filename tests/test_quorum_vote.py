@@ -154,9 +154,6 @@ def test_a_member_that_dies_while_it_waits_alone_in_a_collective_is_missed(membe
         ended.result()
 
 
-# keys of old steps
-
-
 @pytest.fixture
 def alone(members, monkeypatch):
     """The vote of one rank that is enough for a step, on a store that keeps few steps."""

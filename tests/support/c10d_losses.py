@@ -86,9 +86,6 @@ def zero_redundancy():
     return losses(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.02))
 
 
-# Saved ----------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def folder_of_all_ranks():
     name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -186,9 +183,6 @@ def broadcast_from_rank_0():
         set_optimizer_state_dict(second.model, second.optimizer, optimizer, options=FROM_RANK_0)
 
     return resumed(fsdp2, hand_over)
-
-
-# Compiled -------------------------------------------------------------------------------------------------------------
 
 
 def compiled(thing):

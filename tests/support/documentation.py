@@ -151,9 +151,6 @@ def given(what):
     return names
 
 
-# Python ---------------------------------------------------------------------------------------------------------------
-
-
 def run_python(tell, name, folder):
     """In a process of its own, as each rank: the Python blocks of a page; (line, what it printed) for each."""
     import torch  # noqa: PLC0415  # the process that runs pages has it
@@ -202,9 +199,6 @@ def _run_block(block, names):
 def _where(block, error):
     lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == str(block.page)]
     return f"{block.page.relative_to(ROOT)}:{lines[-1] if lines else block.line}"
-
-
-# Commands -------------------------------------------------------------------------------------------------------------
 
 
 def run_commands(page, folder):
@@ -328,9 +322,6 @@ def _require_files(words):
 def _require_all(names, known, complaint):
     if missing := [name for name in names if name not in known]:
         raise ValueError(f"{missing[0]!r} is {complaint}")
-
-
-# What was printed -----------------------------------------------------------------------------------------------------
 
 
 def is_like(shown, printed):
