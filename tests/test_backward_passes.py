@@ -216,8 +216,6 @@ def test_a_rank_that_steps_alone_without_a_backward_pass_is_told_on_every_rank(w
 
 
 class Deaf(torch.optim.SGD):
-    """Does not call its closure."""
-
     @torch.no_grad()
     def step(self, closure=None):
         for param in self.param_groups[0]["params"]:

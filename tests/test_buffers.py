@@ -30,8 +30,6 @@ def test_buffers_are_rank_zeros_after_each_step_and_a_second_backward_still_work
 
 
 class Gathering(nn.Module):
-    """Multiplies its weight by all that it has been given so far."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))

@@ -23,18 +23,8 @@ NUMEL = 37
 """No multiple of anything."""
 RANKS = 4
 FACTOR = 0.5
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES += [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64]
 SHAPES = [(2, 0, 4, 5), (1, 1, 1, 1), (2, 3, 4, 5), (4, 8, 40, 40)]
 """Of none, of one, of few elements, and of so many that they are received in place."""
 SUMS = ["all_reduce", "reduce", "reduce_scatter"]

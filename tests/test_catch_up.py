@@ -159,8 +159,6 @@ def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_onc
 
 
 class Renormed(nn.Linear):
-    """Writes to its weights in every forward pass."""
-
     def forward(self, x):
         self.weight.data.renorm_(2, 0, 0.3)
         return super().forward(x)

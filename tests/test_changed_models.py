@@ -105,16 +105,10 @@ def point_elsewhere(param):
 @for_each(
     ("change", "kind", "cap_mb"),
     [
-        (zero, "own", 1e-9),
-        (replace, "own", 1e-9),
-        (double, "own", 1e-9),
+        *product([zero, replace, double], ["own"], [1e-9]),
         (zero, "own", 25),
-        (replace, "views", 1e-9),
-        (double, "views", 1e-9),
-        (zero, "large views", 25),
-        (replace, "large views", 25),
-        (double, "large views", 25),
-        (point_elsewhere, "large views", 25),
+        *product([replace, double], ["views"], [1e-9]),
+        *product([zero, replace, double, point_elsewhere], ["large views"], [25]),
     ],
 )
 def test_a_gradient_that_somebody_changes_while_it_is_averaged_is_noticed(change, kind, cap_mb, monkeypatch):

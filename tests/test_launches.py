@@ -31,8 +31,6 @@ BUCKETS = 5
 
 
 class Launch(NamedTuple):
-    """What a driver would be given."""
-
     kernel: str
     programs: int
     warps: int

@@ -53,7 +53,6 @@ def finished(world, algorithm, ends):
 
 
 def sources(algorithm, step, members, rank):
-    """Those that `rank` hears from."""
     steps = algorithm.among(len(members)).schedule(step, len(members)).steps()
     pairs = (pair for each in steps for pair in zip(each.src.tolist(), each.dst.tolist(), strict=True))
     return {members[src] for src, dst in pairs if members[dst] == rank}

@@ -244,8 +244,6 @@ FP64_ONLY = deepcopy(UNTRAINED).double()
 
 
 class Mixed(nn.Module):
-    """The second layer is fp32, the rest fp64."""
-
     def __init__(self):
         super().__init__()
         self.layers = deepcopy(FP64_ONLY)

@@ -80,8 +80,6 @@ def test_a_program_of_some_ranks_leaves_the_others_alone():
 
 
 class Capturing(Streams):
-    """Streams of a device that captures so."""
-
     def __init__(self, capture):
         self.capture = capture
 

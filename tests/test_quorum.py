@@ -164,8 +164,6 @@ class Begin(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far a rank has come in its steps."""
-
     operation: object  # what it asks for next, or the outcomes of its steps
     step: int
     generation: int

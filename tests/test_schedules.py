@@ -283,26 +283,19 @@ RING = ring.all_reduce(3)
 NAMES = "all_gather, all_reduce, all_to_all, barrier, broadcast, gather, reduce, reduce_scatter, scatter"
 LARGE = (spec.gather, spec.scatter, spec.all_to_all, spec.all_gather, spec.reduce_scatter)
 NO_PLACES = "cannot be laid on chunks .* must lie inside and be a multiple of 3 long"
+NOT_THREE = ([0, 1], [0, 1, 2, 3], [0, 1, 1], [[0, 1, 2], [2, 3, 4]])
 REFUSED = [
     (r"push \(2 ranks, 1 chunk\) and ring \(3 ranks, 3 chunks\) do not fit", lambda: PUSH.then(RING)),
     (r"push \(2 ranks, 1 chunk\) and ring \(3 ranks, 3 chunks\) do not fit", lambda: PUSH.beside(RING)),
     ("of no schedules: use empty", lambda: beside([])),
-    (r"ring needs 3 different ranks, got \[\[", lambda: RING.over([0, 1], world=9)),
-    (r"ring needs 3 different ranks, got \[\[", lambda: RING.over([0, 1, 2, 3], world=9)),
-    (r"ring needs 3 different ranks, got \[\[", lambda: RING.over([0, 1, 1], world=9)),
-    (r"ring needs 3 different ranks, got \[\[", lambda: RING.over([[0, 1, 2], [2, 3, 4]], world=9)),
-    (r"ranks must lie in 0\.\.4", lambda: RING.over([0, 1, 5], world=5)),
-    (r"ranks must lie in 0\.\.4", lambda: RING.over([-1, 0, 1], world=5)),
-    (NO_PLACES, lambda: RING.within(0, 4, 6)),
-    (NO_PLACES, lambda: RING.within(3, 6, 5)),
-    (NO_PLACES, lambda: RING.within(-3, 0, 6)),
-    (NO_PLACES, lambda: RING.within(3, 3, 6)),
-    (r"fold onto 3\.\.6 ranks", lambda: folded(RING, 2)),
-    (r"fold onto 3\.\.6 ranks", lambda: folded(RING, 7)),
-    (r"must be different ranks out of 0\.\.3", lambda: spec.all_reduce(4, 4, ())),
-    (r"must be different ranks out of 0\.\.3", lambda: spec.all_reduce(4, 4, (4,))),
-    (r"must be different ranks out of 0\.\.3", lambda: spec.all_reduce(4, 4, (-1,))),
-    (r"must be different ranks out of 0\.\.3", lambda: spec.all_reduce(4, 4, (1, 1))),
+    *((r"ring needs 3 different ranks, got \[\[", partial(RING.over, ranks, world=9)) for ranks in NOT_THREE),
+    *((r"ranks must lie in 0\.\.4", partial(RING.over, ranks, world=5)) for ranks in ([0, 1, 5], [-1, 0, 1])),
+    *((NO_PLACES, partial(RING.within, *place)) for place in ((0, 4, 6), (3, 6, 5), (-3, 0, 6), (3, 3, 6))),
+    *((r"fold onto 3\.\.6 ranks", partial(folded, RING, ranks)) for ranks in (2, 7)),
+    *(
+        (r"must be different ranks out of 0\.\.3", partial(spec.all_reduce, 4, 4, of))
+        for of in ((), (4,), (-1,), (1, 1))
+    ),
     ("count=0: give a whole number", lambda: Rings(0)),
     ("4 rings need as many ranks in a node", lambda: Rings(4, 2)),
     ("6 ranks do not fill nodes of 4", lambda: Rings(2, 4).schedule(0, 6)),

@@ -69,7 +69,6 @@ def sockets(transport):
 
 
 def descriptors():
-    """What each descriptor of this process refers to."""
     return [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
 
 

@@ -57,8 +57,6 @@ def difference(one, other):
 
 
 class Place(NamedTuple):
-    """How far a rank is."""
-
     done: int = 0
     """Events."""
     failed: int | None = None
@@ -94,7 +92,6 @@ class Model:
         return rows
 
     def life(self, rank):
-        """All events of a rank that never fails."""
         mine = self.programs[rank]
         plan, fill = signal_waits(mine.hops, mine.chunks, mine.peers), Work((), tuple(range(mine.chunks)))
         for run in range(self.runs):

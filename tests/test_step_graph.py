@@ -54,8 +54,6 @@ remembered = Remembered()
 
 
 class RecordingStreams(Streams):
-    """Those of a device that can remember."""
-
     def record_event(self):
         assert nccl.recording() is None  # or nobody could ask whether it was reached
         return DONE

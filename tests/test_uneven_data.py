@@ -37,8 +37,6 @@ def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it(world):
 
 
 class Keeping:
-    """Has a state that cannot be sent."""
-
     def state_dict(self):
         return {"kept": Lock()}
 

@@ -162,18 +162,10 @@ def test_a_closed_world_lets_go_of_a_store_that_is_not_its_own():
 
 INHERITED = "TransportClosed: this world belongs to the process that opened it"
 REFUSALS = {
-    "run": INHERITED,
-    "agree": INHERITED,
-    "submit": INHERITED,
-    "pending": INHERITED,
+    **dict.fromkeys(["run", "agree", "submit", "pending"], INHERITED),
     "current": "UsageError: there is no world yet",
     "init": "UsageError: this process was forked from a rank of the same job",
-    "close": "no error",
-    "abort": "no error",
-    "transport": "no error",
-    "exit": "no error",
-    "a world of its own": "no error",
-    "a world elsewhere": "no error",
+    **dict.fromkeys(["close", "abort", "transport", "exit", "a world of its own", "a world elsewhere"], "no error"),
 }
 
 

@@ -23,8 +23,6 @@ RELYING = [LocalSGD(4, 2), LocalSGD(4, 2, Mix(0.5)), LocalSGD(4, 2, fragments=2)
 
 
 class Loop(local_loops.Loop):
-    """Steps little, with momentum."""
-
     def __init__(self, world, algorithm, bucket_cap_mb=25):
         momentum = partial(torch.optim.SGD, momentum=0.9)
         super().__init__(world, algorithm, make=momentum, lr=0.01, bucket_cap_mb=bucket_cap_mb)

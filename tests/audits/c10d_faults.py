@@ -60,7 +60,6 @@ class Call:
         return [self.row() for _ in range(RANKS)]
 
     def texts(self) -> list[Any]:
-        """Return an object for each rank."""
         return ["x" * self.numel] * RANKS
 
     def at_root(self, listed: list[Any]) -> list[Any] | None:
@@ -144,7 +143,6 @@ Endings = dict[str, Ending | None]
 
 
 def start() -> None:
-    """Join the default group."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of names that torch 2.13 has replaced, and keeps
     dist.init_process_group("commrt", timeout=timedelta(seconds=START_S))
@@ -234,7 +232,6 @@ Cells = dict[tuple[str, str], dict[int, Ending | None]]
 
 
 def cells_of(ends: Sequence[dict[str, Endings]]) -> Cells:
-    """Return what `run` found by collective and fault."""
     cells: Cells = {}
     for rank, by_fault in enumerate(ends):
         for fault, by_name in by_fault.items():

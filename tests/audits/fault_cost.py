@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from itertools import combinations_with_replacement, pairwise
+from itertools import combinations_with_replacement, pairwise, product
 from random import Random
 from statistics import median
 from threading import Event
@@ -32,16 +32,8 @@ MORE = 8
 """Steps after the first one in which a replacement counts."""
 MOST_S = 0.04
 """The longest compute time of a step in such runs. With equal times, a rank that fetches weights is late again."""
-PLACES = [
-    ("slow", "backward"),
-    ("stop", "backward"),
-    ("stop", "counted"),
-    ("stop", "reducing"),
-    ("kill", "backward"),
-    ("kill", "counted"),
-    ("kill", "reducing"),
-    ("kill", "through"),
-]
+WHERE = ("backward", "counted", "reducing", "through")
+PLACES = [("slow", "backward"), *product(["stop"], WHERE[:-1]), *product(["kill"], WHERE)]
 REPLACED = [("replace", "backward"), ("replace", "reducing"), ("replace", "through")]
 TOGETHER = [("stop", "gathered"), ("kill", "gathered")]
 
@@ -75,14 +67,12 @@ class Fault:
 
 
 def network():
-    """Return the same network on every rank."""
     torch.manual_seed(0)
     layers = [layer for a, b in pairwise((16, 64, 64, 64, 4)) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers).double()
 
 
 def backward(model, rank, version):
-    """Compute the gradient of a rank, for weights of a version."""
     generator = torch.Generator().manual_seed(1000 * version + rank)
     x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
     model.zero_grad()
@@ -210,7 +200,6 @@ def work(tell, algorithm, timeout_s, length, faults):
 
 
 def _goal(world, used):
-    """Return how many updates the run will have, if that is known."""
     if world.is_replacement and used:
         world.store.compare_set("goal", "", str(min(used) + MORE))
     return int(world.store.get("goal")) if world.store.check(["goal"]) else sys.maxsize
@@ -324,7 +313,6 @@ def require_equal(ends):
 
 
 def seconds(times_s):
-    """Return median and maximum in words."""
     return f"{median(times_s):6.2f} s, at most {max(times_s):.2f} s"
 
 

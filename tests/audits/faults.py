@@ -44,8 +44,6 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal to one rank."""
-
     rank: int
     after_s: float
     stopped_s: float | None

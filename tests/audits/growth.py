@@ -21,7 +21,17 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 import torch
-from fault_cost import Fault, FaultInjector, backward, drained, network, reference_holds, require_equal, trainee_of
+from fault_cost import (
+    WHERE,
+    Fault,
+    FaultInjector,
+    backward,
+    drained,
+    network,
+    reference_holds,
+    require_equal,
+    trainee_of,
+)
 
 import commrt
 from commrt.local_sgd import LocalSGD
@@ -34,7 +44,6 @@ SAMPLES_OF_DDP = 64
 """In a step of the loop over DDP, for four ranks of five."""
 MORE = 20
 """Steps from the one in which the last rank comes."""
-WHERE = ("backward", "counted", "reducing", "through")
 
 
 class Growing:
@@ -117,7 +126,6 @@ def opened(tell, founders):
 
 
 def work(tell, backups, steps, every, faults):
-    """Train on one rank with backup workers."""
     with opened(tell, 2 + backups) as world:
         shares = commrt.Shares(range(SAMPLES), 4)
         trainee = trainee_of(world, commrt.BackupWorkers(backups), also=[shares])

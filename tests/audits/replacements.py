@@ -12,14 +12,13 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from fault_cost import MOST_S, Fault, FaultInjector, Trainee, drained, reference_holds, require_equal
+from fault_cost import MOST_S, WHERE, Fault, FaultInjector, Trainee, drained, reference_holds, require_equal
 
 import commrt
 from commrt.testing.processes import RESTART, run_processes
 
 FIRST, EVERY = 3, (2, 12)
 """The first step with a death, and the least and most steps of a process between two chances to die."""
-PLACES = ("backward", "counted", "reducing", "through")
 MORE = 8
 """Steps after the last death."""
 
@@ -44,7 +43,7 @@ class RandomDeaths(FaultInjector):
         self._counts_as_gone = world.is_replacement
         rng = Random(f"{world.rank} {begin}")
         steps = _every(rng, max(begin, FIRST))
-        faults = (Fault(world.rank, next(steps), rng.choice(PLACES), "replace") for _ in range(50))
+        faults = (Fault(world.rank, next(steps), rng.choice(WHERE), "replace") for _ in range(50))
         super().__init__(tell, [*faults] if world.rank else [])
 
     def applies(self, _):
@@ -57,7 +56,6 @@ class RandomDeaths(FaultInjector):
         return False
 
     def count_step(self):
-        """Count a step of this process."""
         if self._counts_as_gone:
             self._counts_as_gone = False
             self._store.add("gone", -1)
@@ -70,7 +68,6 @@ def _every(rng, begin):
 
 
 def work(tell, backups, deaths, timeout_s):
-    """Train in one process, until all deaths are over."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
         trainee = Trainee(world, commrt.BackupWorkers(backups))
@@ -85,7 +82,6 @@ def work(tell, backups, deaths, timeout_s):
 
 
 def _goal(world, deaths, version):
-    """Return how many updates the run will have."""
     if not world.store.check(["goal"]) and world.store.add("deaths", 0) >= deaths and not world.store.add("gone", 0):
         world.store.compare_set("goal", "", str(version + MORE))
     return int(world.store.get("goal")) if world.store.check(["goal"]) else float("inf")

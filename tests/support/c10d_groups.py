@@ -236,24 +236,14 @@ def given_to(name, is_long):
     return tuple([each] if len(each) else [] for each in data) if is_long else data, result
 
 
-METHODS = {
-    "allreduce": "Allreduce",
-    "broadcast": "Broadcast",
-    "reduce": "Reduce",
-    "allgather": "Allgather",
-    "gather": "Gather",
-    "scatter": "Scatter",
-    "reduce_scatter": "ReduceScatter",
-    "alltoall": "AllToAll",
-    "barrier": "Barrier",
-    "all_to_all_single": "AllToAll",
-    "alltoall_base": "AllToAll",
-    "all_gather_single": "Allgather",
-    "_allgather_base": "Allgather",
-    "reduce_scatter_single": "ReduceScatter",
-    "_reduce_scatter_base": "ReduceScatter",
+OPTIONS = {
+    **{name.title(): name for name in ("allreduce", "broadcast", "reduce", "gather", "scatter", "barrier")},
+    "Allgather": "allgather all_gather_single _allgather_base",
+    "ReduceScatter": "reduce_scatter reduce_scatter_single _reduce_scatter_base",
+    "AllToAll": "alltoall all_to_all_single alltoall_base",
 }
-"""And the first half of the name of their options."""
+"""The methods that take options, by the first half of their name."""
+METHODS = {name: kind for kind, names in OPTIONS.items() for name in names.split()}
 
 
 def options_of(method):

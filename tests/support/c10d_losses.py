@@ -232,13 +232,7 @@ def compiled_with_a_world():
 TRAINED = [power_sgd, post_local_sgd, zero_redundancy]
 SAVED = [saved_shards, saved_shards_of_fsdp1, saved_meanwhile, broadcast_from_rank_0]
 COMPILED = {
-    "aot_eager": [
-        compiled_ddp,
-        compiled_inside_ddp,
-        compiled_ddp_with_a_hook,
-        compiled_fsdp,
-        compiled_with_a_world,
-    ],
+    "aot_eager": [compiled_ddp, compiled_inside_ddp, compiled_ddp_with_a_hook, compiled_fsdp, compiled_with_a_world],
     "inductor": [compiled_ddp],
 }
 """By compiler."""

@@ -140,7 +140,6 @@ def _model_and_data():
 
 
 def given(what):
-    """The names that a page takes for granted."""
     names = _model_and_data()
     if what == "a model and data, attached":
         import commrt  # noqa: PLC0415

@@ -314,7 +314,6 @@ def compiled_differences(seed):
 
 
 def compare(_, find, first, count):
-    """The differences in so many sequences."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TIMEOUT)
     groups.cache_clear()

@@ -66,7 +66,6 @@ def started(*args, env=None, program=COMMRT):
 
 
 def command(*args, env=None, program=COMMRT):
-    """Return how the command ended."""
     with started(*args, env=env, program=program) as one:
         return one.ended()
 

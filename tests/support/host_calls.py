@@ -41,7 +41,6 @@ class Null(NullTransport):
         super().__init__(rank, range(ranks), timeout_s=60.0)
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """Return an exchange that does nothing."""
         return lambda tag: None
 
 
@@ -49,7 +48,6 @@ class Mirror(Null):
     """A transport that receives what it sends, so that the headers of gossip agree."""
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """Return an exchange that copies sends to receives of the same size."""
         sides = zip(group.sends, group.recvs, strict=False)
         pairs = [(mine.data, theirs.data) for mine, theirs in sides if mine.data.shape == theirs.data.shape]
 

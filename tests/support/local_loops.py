@@ -81,7 +81,6 @@ class Loop:
         return [self.agreed()["anchors", name] for name, _ in self.model.named_parameters()]
 
     def agreed(self):
-        """Anchor and momentum, by name."""
         parts = self.replica.state_dict()["fragments"]
         return {
             (kind, name): tensor

@@ -95,7 +95,6 @@ _thread = _Thread()
 
 
 def recording() -> RecordedGraph | None:
-    """Return the graph that the calling thread records to, or None."""
     return _thread.graph
 
 

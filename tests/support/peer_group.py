@@ -82,8 +82,6 @@ class Group:
         return bind_reading(mine, buffer, window, self.transports[rank])
 
     def run(self, schedule, buffers, values):
-        """What a schedule makes of `values` on each rank."""
-
         def run(rank):
             buffers[rank][0].copy_(values[rank])
             self.bound(schedule, buffers, rank).run(NOW)

@@ -41,7 +41,6 @@ def sources(*folders):
 
 
 def modules():
-    """Return every module of the package."""
     return sources("commrt", "kernels", "algorithms")
 
 
