@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from failing_collectives import (
     collectives_at,
@@ -14,7 +16,7 @@ from failing_collectives import (
     leaves_in_the_middle,
     missing_a_call,
 )
-from fault_cost import Fault, RunLength, reference_holds, run_with_faults
+from fault_cost import Fault, RunLength, Trainee, reference_holds, run_with_faults
 from growth import run
 from replacements import train_with_deaths
 
@@ -140,6 +142,22 @@ def test_ranks_that_leave_in_the_middle_have_not_finished(how):
     first, *_ = run_processes(3, leaves_in_the_middle, how, limit_s=60)
     assert first.error.startswith("QuorumLost: ")
     assert how != "exit" or "no world.close() before that had said that its data has ended" in first.error
+
+
+def trains_on(tell):
+    with commrt.init(15.0) as world:
+        trainee = Trainee(world, commrt.BackupWorkers(1))
+        while not world.lost:
+            if world.rank == 2 and trainee.replica.step == 3:
+                os._exit(3)
+            trainee.step(0.01)
+        return [(loss.rank, loss.why) for loss in world.lost]
+
+
+@pytest.mark.slow
+def test_a_death_is_noticed_although_no_step_needs_that_rank():
+    ends = run_processes(3, trains_on, limit_s=60)
+    assert [end.value for end in ends[:2]] == [[(2, "its process is gone")]] * 2
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ is done. If a member is lost, all announce their gradients again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from time import time
 from typing import cast
 
@@ -27,11 +28,16 @@ from commrt.buckets.weight_watch import WeightWatch
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.runtime.generation import Members
 from commrt.runtime.membership import LOST
+from commrt.threads.calls import start_call
+from commrt.threads.deadline import clock
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.flat_buffer import FlatBuffer
 from commrt.training.request import Request
 from commrt.transport.protocol import Tag
+
+LOOK_S = 1.0
+"""Between two looks whether ranks whose gradients do not count have died; each costs a probe."""
 
 
 @dataclass(slots=True)
@@ -102,6 +108,7 @@ class BackupExchange:
         self._running: Pass | None = None  # the pass that `run` has begun last
         self._session = standing.session
         self._votes = self._votes_of_session()
+        self._looked_s = clock.now_s()  # whether ranks that do not count have died
         self._order = standing.order  # in which the buckets were cut
         self._sends_buffers = request.broadcast_buffers and any(True for _ in self._model.buffers())
         self.flat_buffer = self._allocate_flat_buffer()
@@ -165,9 +172,19 @@ class BackupExchange:
                     bucket.unpack()
             if outcome.members[0] == self._world.rank:
                 self._votes.delete_old_steps(step)
+                self._look_for_lost(outcome.members)
         if outcome.members:
             membership.failures = 0
         return outcome
+
+    def _look_for_lost(self, members: Members) -> None:
+        """Look now and then, on another thread, whether a rank died that no step needs: the others
+        would not notice.
+        """
+        absent = {*self._membership.generation.ranks}.difference(members)
+        if absent and clock.now_s() - self._looked_s > LOOK_S:
+            self._looked_s = clock.now_s()
+            start_call(partial(self._membership.member.call_if_gone, absent))
 
     def _reduce(self, step: int, attempt: int, members: Members) -> bool:
         """Return True if this rank has the sum; on the first member, if all members have it.

@@ -160,6 +160,15 @@ class Member:
             rank for rank in others if rank not in finished or not self.processes.answers(rank)
         }
 
+    def call_if_gone(self, ranks: Collection[int]) -> None:
+        """Let the members form the next generation if a process of one of `ranks` is gone; blocks
+        for about a probe's time.
+        """
+        generation = self.generation
+        members = generation.members
+        if self.processes.gone({rank: members[rank] for rank in ranks if rank in members}):
+            self.roster.call_members(generation)
+
     def next_member(self, ranks: Sequence[int]) -> int:
         """Return the rank that follows this one in the ring of `ranks`."""
         return next((rank for rank in ranks if rank > self.rank), ranks[0])
