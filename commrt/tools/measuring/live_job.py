@@ -6,6 +6,7 @@ On the thread of the command; it only reads the store.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,6 +20,9 @@ from commrt.errors import CommrtError, TransportError, UsageError
 from commrt.store.client import call_store
 from commrt.store.late import Late, LateWatch
 from commrt.store.live import PERIOD_S, Record, read
+
+CONNECT_S = 5.0
+"""How long the job's store may take to answer."""
 
 
 class Row(NamedTuple):
@@ -49,9 +53,16 @@ def connect(address: str) -> TCPStore:
             f"--watch {address!r:.80}: give MASTER_ADDR:MASTER_PORT of the job, such as node1:29500"
         )
     try:
-        return call_store(lambda: TCPStore(host, int(port), timeout=timedelta(seconds=5)), 5.0)
-    except (RuntimeError, CommrtError) as error:
-        raise TransportError(f"no store at {address}: is the job running? ({error})") from error
+        socket.create_connection((host, int(port)), CONNECT_S).close()  # torch's tries print frames
+        return call_store(
+            lambda: TCPStore(host, int(port), timeout=timedelta(seconds=CONNECT_S)), CONNECT_S
+        )
+    except (OSError, OverflowError, RuntimeError, CommrtError) as error:
+        raise TransportError(
+            f"no store at {address} ({error}): is the job running? Start it with"
+            f" `torchrun --master-port {port}`, without --standalone: otherwise torchrun takes a"
+            " random port"
+        ) from error
 
 
 def looks(store: TCPStore) -> Iterator[Look]:
