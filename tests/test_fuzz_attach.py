@@ -17,14 +17,9 @@ THINGS = (
     | st.sampled_from([object(), nn.Linear, nn.Linear(1, 1), commrt.Ring, commrt.Ring(), torch.ones(1), len])
 )
 OPTIONS = {
-    "optimizer": THINGS,
+    **dict.fromkeys(["optimizer", "world", "bucket_cap_mb", "also", "broadcast_buffers", "graphs"], THINGS),
     "algorithm": THINGS | st.just(commrt.BackupWorkers(0)),
-    "world": THINGS,
     "wire": THINGS | st.sampled_from([torch.float16, torch.int8]),
-    "bucket_cap_mb": THINGS,
-    "also": THINGS,
-    "broadcast_buffers": THINGS,
-    "graphs": THINGS,
 }
 
 
