@@ -223,15 +223,6 @@ def test_too_few_remaining_ranks_are_no_error_if_the_others_finished(finished):
                 found[1].require_enough(found[1].generation, 4, losses)
 
 
-@for_each("ranks", [1, 2, 5])
-def test_a_collective_begins_when_all_members_have_come(ranks):
-    with members_of(ranks) as found:
-        for _ in range(3):
-            assert at_once(arrivals(found)) == [tuple(range(ranks))] * ranks
-            for member in found:
-                member.calls.leave()
-
-
 def test_collectives_leave_no_more_keys_on_the_store_the_more_there_are(members):
     found, counts = members(3), []
 
