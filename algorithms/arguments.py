@@ -10,6 +10,7 @@ from typing import cast
 
 from commrt.algorithm import Algorithm
 from commrt.errors import UsageError
+from commrt.schedule import Schedule
 
 
 def require_root(p: int, root: int, what: str) -> None:
@@ -45,6 +46,11 @@ def as_algorithm(value: object, name: str = "algorithm") -> Algorithm:
 
 def require_maker(name: str, value: object) -> None:
     """Raise `UsageError` unless `value` is an object that makes schedules."""
+    if isinstance(value, Schedule):
+        raise UsageError(
+            f"{name}=the schedule {value.name}: wrap it in an object whose method schedule(self,"
+            " step, ranks) returns it"
+        )
     if isinstance(value, type) or not callable(getattr(value, "schedule", None)):
         raise UsageError(
             f"{name}={value!r:.80} makes no schedules: pass an object, such as commrt.Ring()"

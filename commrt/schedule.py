@@ -351,6 +351,10 @@ def beside(schedules: Iterable[Schedule], name: str | None = None) -> Schedule:
     Use it for disjoint ranks (the rows of a torus) or disjoint chunks (two halves of the buffer).
     `verify` refuses schedules that overlap.
     """
+    if isinstance(schedules, Schedule):
+        raise UsageError(
+            f"beside() takes a list of schedules, not {schedules.name} alone: write beside([a, b])"
+        )
     parts = tuple(schedules)
     if not parts:
         raise ScheduleError(

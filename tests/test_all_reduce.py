@@ -7,6 +7,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -255,13 +256,6 @@ class Odd(torch.Tensor):
     """A subclass."""
 
 
-class OfTwo:
-    """An algorithm that knows two ranks only."""
-
-    def schedule(self, step, ranks):
-        return commrt.Ring().schedule(step, 2)
-
-
 REFUSED = [
     ({"tensor": [1.0]}, "takes a tensor, not a list"),
     ({"op": "max"}, "op='max': use"),
@@ -271,7 +265,13 @@ REFUSED = [
     ({"tensor": torch.ones(3, requires_grad=True).sum().detach().as_subclass(Odd)}, "is a Odd: use a plain tensor"),
     ({"tag": 7}, r"tag=7: give a commrt\.Tag"),
     ({"algorithm": commrt.Ring}, "makes no schedules: pass an object"),
-    ({"algorithm": OfTwo()}, "made .* for 3 ranks, which is no schedule of them"),
+    (
+        {"algorithm": SimpleNamespace(schedule=lambda *_: all_gather(2))},
+        "of 2 ranks for a world of 3: raise UsageError",
+    ),
+    ({"algorithm": SimpleNamespace(schedule=lambda step, ranks: None)}, r"schedule\(0, 3\) returned None: return"),
+    ({"algorithm": SimpleNamespace(schedule=lambda ranks: None)}, r"has schedule\(ranks\): give it the signature"),
+    ({"algorithm": commrt.Ring().schedule(0, 3)}, "=the schedule ring: wrap it in an object"),
     ({"tensor": torch.ones(3, dtype=torch.int64)}, 'use op="sum"'),
     ({"tensor": torch.ones(3, dtype=torch.bool), "op": "sum"}, r"of torch\.bool: convert it"),
     ({"wire": torch.int8}, r"wire=torch\.int8 cannot travel"),

@@ -2,6 +2,7 @@
 """What attach() takes and refuses, and several models in one world."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,7 @@ def broken(kind, **settings):
     return Broken(**settings)
 
 
+BROKEN = (broken(commrt.Ring), broken(Gossip), broken(Gossip, payload="gradients"))
 BF16, ADAPTIVE = torch.bfloat16, Adaptive(dq(30.0, 20))
 BACKED, VIEWS = commrt.BackupWorkers(1, inner=Direct()), {"gradients": "views"}
 
@@ -144,17 +146,17 @@ def test_what_an_algorithm_cannot_do_is_refused_with_a_sentence(world, algorithm
         commrt.attach(model, sgd(model), algorithm, world=world, **options)
 
 
-@for_each(
-    "algorithm",
-    [
-        broken(commrt.Ring),
-        broken(Gossip),
-        broken(Gossip, payload="gradients"),
-        LocalSGD(2, inner=broken(commrt.Ring)),
-        LocalSGD(2, inner=broken(Gossip)),
-        commrt.BackupWorkers(1, broken(commrt.Ring)),
-    ],
-)
+@on_ranks(2)
+def test_a_schedule_that_is_made_anew_in_each_step_is_told_of_once(world, caplog):
+    model, anew = net(), SimpleNamespace(schedule=lambda _, ranks: ring.all_reduce(ranks).named("mine"))
+    commrt.attach(model, algorithm=anew, world=world)
+    for step in range(3):
+        backward(model, world.rank, step)
+    world.barrier()
+    assert caplog.text.count("makes the schedule mine anew") == 1
+
+
+@for_each("algorithm", [*BROKEN, *(LocalSGD(2, inner=each) for each in BROKEN[:2]), commrt.BackupWorkers(1, BROKEN[0])])
 @on_ranks(3)
 def test_an_algorithm_that_does_not_keep_its_promise_is_refused(world, algorithm):
     model = net()

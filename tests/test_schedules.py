@@ -288,14 +288,12 @@ REFUSED = [
     (r"push \(2 ranks, 1 chunk\) and ring \(3 ranks, 3 chunks\) do not fit", lambda: PUSH.then(RING)),
     (r"push \(2 ranks, 1 chunk\) and ring \(3 ranks, 3 chunks\) do not fit", lambda: PUSH.beside(RING)),
     ("of no schedules: use empty", lambda: beside([])),
+    (r"not ring alone: write beside\(\[a, b\]\)", lambda: beside(RING, RING)),
     *((r"ring needs 3 different ranks, got \[\[", partial(RING.over, ranks, world=9)) for ranks in NOT_THREE),
     *((r"ranks must lie in 0\.\.4", partial(RING.over, ranks, world=5)) for ranks in ([0, 1, 5], [-1, 0, 1])),
     *((NO_PLACES, partial(RING.within, *place)) for place in ((0, 4, 6), (3, 6, 5), (-3, 0, 6), (3, 3, 6))),
     *((r"fold onto 3\.\.6 ranks", partial(folded, RING, ranks)) for ranks in (2, 7)),
-    *(
-        (r"must be different ranks out of 0\.\.3", partial(spec.all_reduce, 4, 4, of))
-        for of in ((), (4,), (-1,), (1, 1))
-    ),
+    *((r"be different ranks out of 0\.\.3", partial(spec.all_reduce, 4, 4, of)) for of in ((), (4,), (-1,), (1, 1))),
     ("count=0: give a whole number", lambda: Rings(0)),
     ("4 rings need as many ranks in a node", lambda: Rings(4, 2)),
     ("6 ranks do not fill nodes of 4", lambda: Rings(2, 4).schedule(0, 6)),
@@ -316,8 +314,7 @@ REFUSED = [
     ("6 ranks do not fill hosts of within=4: use Direct", lambda: Direct(within=4).schedule(0, 6)),
     ("without within=: give the number of ranks of a host too", lambda: Direct(between=Ring())),
     ("makes no schedules: pass an object", lambda: Direct(within=2, between=Ring)),
-    ("slices", lambda: Sliced(slices=0)),
-    ("slices", lambda: Sliced(slices=1.5)),
+    *(("slices", partial(Sliced, slices=count)) for count in (0, 1.5)),
     ("cannot be cut in", lambda: in_slices(RING, 0)),
     ("'tours2d': choose one of .*direct, .*gossip", lambda: by_name("tours2d")),
 ]

@@ -6,6 +6,7 @@ Gradients themselves it leaves alone. `Engine` says which thread calls what, and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -39,6 +40,8 @@ from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, Fact, Recorder, within_range
 from commrt.transport.protocol import Tag
+
+_log = logging.getLogger("commrt")
 
 KEPT = 16
 """Schedules and members whose bound programs are kept."""
@@ -80,6 +83,8 @@ class Engine:
         self.world = world
         self.require_proven = lru_cache(PROVEN_KEPT)(self._prove)
         """Raises unless a schedule does what it must; sees each once."""
+        self._proven_last: Schedule | None = None
+        self._told_of_equals = False
         self.own_weight = 1.0
         """What this rank's gradients weigh in a mean over ranks; the thread that trains sets it
         when a step begins.
@@ -113,6 +118,22 @@ class Engine:
         proof.prove(schedule, promise(self.algorithm, schedule))
         if self.buckets and (wire := self.buckets[0].quantized) is not None:
             require_short_sums(schedule, wire)
+        self._tell_of_equals(schedule)
+        self._proven_last = schedule
+
+    def _tell_of_equals(self, schedule: Schedule) -> None:
+        """Log once, on one rank, that a schedule just proven equals the one proven before it."""
+        last = self._proven_last
+        if last is None or self._told_of_equals or self.world.rank != self.world.members[0]:
+            return
+        if last.name == schedule.name and last.digest() == schedule.digest():
+            self._told_of_equals = True
+            _log.warning(
+                "commrt: %s makes the schedule %s anew: each object is proven and bound again,"
+                " which slows every step; return the same one, by functools.lru_cache",
+                self.algorithm,
+                schedule.name,
+            )
 
     def _find_round(self, step: int, members: Members) -> tuple[Schedule, Members]:
         """Return the schedule of `step`, and who plays it: of one that mixes and only renames the
@@ -171,6 +192,7 @@ class Engine:
     def _let_go(self) -> None:
         self.replace_buckets(())
         self.require_proven.cache_clear()
+        self._proven_last = None
         self.tensors.release()
 
     def submit_preparation(self, step: int, members: Members) -> Future[None]:

@@ -46,7 +46,7 @@ def commrt_(
         ),
     ] = False,
 ) -> None:
-    """Data-parallel training with collectives that are proven before they run.
+    """Data-parallel training with collectives that attach and all_reduce prove before they run.
 
     Exit codes: 0 success, 1 runtime failure, 2 invalid input, 130 interrupted.
     """
