@@ -256,7 +256,7 @@ def complaint(found: Ending | None, rank: int, limit_s: float) -> str | None:
         return "no error"
     if not {"CommrtError", "DistBackendError"} <= {*found.kinds}:
         return f"{found.kinds[0]} is not both a CommrtError and a DistBackendError: {found.text}"
-    if (names := NAMED.match(found.text)) is None or int(names["rank"]) != rank:
+    if (names := NAMED.search(found.text)) is None or int(names["rank"]) != rank:
         return f"names too little: {found.text}"
     return f"came after {found.seconds:.1f} s" if found.seconds > limit_s else None
 
