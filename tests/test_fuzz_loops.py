@@ -12,6 +12,7 @@ from functools import partial
 from math import inf
 from threading import Event
 
+import pytest
 import torch
 from crew import Crew, Rank, Saved, loss_of, made
 from fuzzing import MORE, THOROUGH
@@ -861,5 +862,5 @@ TestSynchronous = Synchronous.TestCase
 TestSynchronous.settings = SETTINGS
 TestApart = Apart.TestCase
 TestApart.settings = SETTINGS
-TestBackups = Backups.TestCase
+TestBackups = pytest.mark.slow(Backups.TestCase)
 TestBackups.settings = SETTINGS

@@ -190,6 +190,7 @@ def test_a_worker_that_fails_is_one_sentence():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_train_learns_on_real_images_and_prints_one_object_and_writes_what_happened_when(tmp_path):
     trace = tmp_path / "trace.json"
