@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from failing_collectives import (
     collectives_at,
@@ -15,8 +13,9 @@ from failing_collectives import (
     late_beside_a_stopped_one,
     leaves_in_the_middle,
     missing_a_call,
+    trains_on,
 )
-from fault_cost import Fault, RunLength, Trainee, reference_holds, run_with_faults
+from fault_cost import Fault, RunLength, reference_holds, run_with_faults
 from growth import run
 from replacements import train_with_deaths
 
@@ -142,16 +141,6 @@ def test_ranks_that_leave_in_the_middle_have_not_finished(how):
     first, *_ = run_processes(3, leaves_in_the_middle, how, limit_s=60)
     assert first.error.startswith("QuorumLost: ")
     assert how != "exit" or "no world.close() before that had said that its data has ended" in first.error
-
-
-def trains_on(tell):
-    with commrt.init(15.0) as world:
-        trainee = Trainee(world, commrt.BackupWorkers(1))
-        for step in range(400):  # both that are left are needed, so they make as many; some 5 s
-            if world.rank == 2 and step == 3:
-                os._exit(3)
-            trainee.step(0.01)
-        return [(loss.rank, loss.why) for loss in world.lost]
 
 
 @pytest.mark.slow

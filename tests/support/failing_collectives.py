@@ -211,3 +211,15 @@ def ends_without_closing(tell):
     found = replica.step, fingerprint(model)
     _at_exit()  # processes of a test end without it
     return found
+
+
+def trains_on(tell):
+    """Rank 2 of three is gone before its step 3; the others train on for 5 s."""
+    _, optimizer, world = joined(commrt.BackupWorkers(1), 15.0, model := model_of())
+    for step in range(400):  # both that are left are needed, so they make as many
+        if world.rank == 2 and step == 3:
+            os._exit(3)
+        Event().wait(0.01)  # computes
+        one_step(model, optimizer, world.rank, step)
+    world.close()
+    return [(loss.rank, loss.why) for loss in world.lost]
