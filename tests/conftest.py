@@ -19,6 +19,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("CUPY_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"commrt-tests-cupy-{os.getuid()}"))  # noqa: PTH118
 os.environ.setdefault("TRITON_HOME", os.path.join(tempfile.gettempdir(), f"commrt-tests-triton-{os.getuid()}"))  # noqa: PTH118
 
+# Each rank that compiles would start processes that import torch, and have a compiler try what it knows of vectors.
+os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores: more threads only wait for each other
 
 pytest.register_assert_rewrite("late_ranks", "local_loops")  # they check what ranks returned

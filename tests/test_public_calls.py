@@ -22,6 +22,7 @@ from commrt.algorithms.arguments import as_algorithm
 from commrt.algorithms.catalogue import ALGORITHMS, POLICIES
 from commrt.quantizer import WIRE_NAMES
 from commrt.runtime.wire import WIRES, as_wire, is_quantized
+from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 
 
@@ -99,3 +100,12 @@ def test_new_processes_are_ranks_whose_results_or_error_return(tmp_path):
     (script := tmp_path / "script.py").write_text("import commrt\ncommrt.spawn(print, ranks=1)\n")
     said = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False).stderr
     assert 'in a script, call commrt.spawn() under `if __name__ == "__main__":`' in said
+
+
+def test_ranks_whose_module_new_processes_cannot_import_are_refused_before_they_start():
+    def body(tell):
+        return tell
+
+    body.__module__ = "tests.of_its_own"
+    said = raised(partial(run_processes, 1, body))
+    assert re.match("UsageError: new processes cannot import tests.of_its_own, .*: put it into a module", said)

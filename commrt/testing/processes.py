@@ -13,6 +13,7 @@ import faulthandler
 import os
 import secrets
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from typing import Any, Literal
 
 from torch.distributed import Store
 
-from commrt.errors import CommrtError
+from commrt.errors import CommrtError, UsageError
 from commrt.store.launcher import LOOPBACK
 from commrt.store.rendezvous import hold, listen
 
@@ -69,9 +70,10 @@ def run_processes(
 ) -> list[Outcome]:
     """Start `size` processes with torchrun's variables set, each calling ``body(tell, *args)``.
 
-    `body` must be importable by a new process. What it passes to ``tell(message)`` arrives here
-    while it runs: `on_message` is called with the rank, the message and the process (to kill or
-    stop it). Processes that still run after `limit_s` are killed; none survives this call.
+    `body` must be importable by a new process, or `UsageError` says so. What it passes to
+    ``tell(message)`` arrives here while it runs: `on_message` is called with the rank, the message
+    and the process (to kill or stop it). Processes that still run after `limit_s` are killed; none
+    survives this call.
 
     With `holds_store` this process holds their store, as torchrun's agent does, so that rank 0 may
     die like any other.
@@ -79,6 +81,7 @@ def run_processes(
     Processes are forked from one that has imported torch and done nothing else, in 0.1 s each; with
     `start` "spawn" each is new, and imports for itself, in 2 to 3 s.
     """
+    _require_importable(body)
     context: Any = get_context(start)
     context.set_forkserver_preload(IMPORTED)  # of "forkserver" only
     crew = Crew(size, body, args, context, listen() if holds_store else None, 0.9 * limit_s)
@@ -89,6 +92,24 @@ def run_processes(
     finally:
         crew.close()
     return crew.outcomes
+
+
+def _require_importable(body: Body) -> None:
+    """Raise `UsageError` if new processes cannot find the module of `body` on this one's path.
+
+    Pytest imports test modules from their files, under names that only it knows.
+    """
+    name, places = "", None
+    for part in body.__module__.split("."):
+        name = f"{name}.{part}" if name else part
+        found = (finder.find_spec(name, places) for finder in sys.meta_path)
+        spec = next((each for each in found if each is not None), None)
+        if spec is None and name != "__main__":
+            raise UsageError(
+                f"new processes cannot import {body.__module__}, which has {body!r:.80}: put it"
+                " into a module that new processes can import, in a folder of sys.path"
+            )
+        places = None if spec is None else spec.submodule_search_locations or []
 
 
 class Crew:

@@ -15,7 +15,7 @@ from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.algorithms.torus import Torus2D
 
 STEPS = 10
-SAMPLES = 240  # divides by 1, 2, 3, 4, 5, 6 and 8 workers, and again by 2 micro-batches
+SAMPLES = 240  # divides by 1, 2, 3, 4 and 6 workers, and again by 2 micro-batches
 CLASSES = 7
 
 
@@ -175,22 +175,25 @@ def combinations(scenario, place, ranks):
     """Algorithms, wires and where gradients lie (views are for a wire that does not round).
 
     What a loop does has nothing to do with what an algorithm does, so pairs suffice: each scenario meets another
-    algorithm with each number of ranks, and "plain" meets all of them. On up to 3 ranks with all settings, on more each
-    with another one; there every other scenario takes part, and none is compiled, which takes each rank 2 s.
+    algorithm with each number of ranks, and "plain" meets all of them. On 2 and 3 ranks with all settings, else each
+    with another one; on more every other scenario takes part. What is compiled, for 2 s per rank, is so on 2.
     """
-    if ranks > 3 and scenario.name != "plain" and (scenario.backend or (place + ranks) % 2):
+    if (scenario.backend and ranks != 2) or (ranks > 3 and scenario.name != "plain" and (place + ranks // 2) % 2):
         return
     algorithms = EVERY if scenario.name == "plain" else (EVERY[(place + ranks) % len(EVERY)],)
     for turn, algorithm in enumerate(algorithms):
         settings = [("fp32", "own"), ("fp32", "views")]
         if algorithm in ROUNDED.get(scenario.name, ()):
             settings += [("bf16", "own"), ("fp16", "own")]
-        for setting in settings if ranks <= 3 else [settings[(turn + place + ranks) % len(settings)]]:
+        for setting in settings if ranks in {2, 3} else [settings[(turn + place + ranks) % len(settings)]]:
             yield algorithm, *setting
 
 
 def compare(tell, scenarios, chosen=None):
-    """Rows (scenario, algorithm, wire, distance to DDP, distance to the joined batch, replicas equal)."""
+    """Rows (scenario, algorithm, wire, distance to DDP, distance to the joined batch, replicas equal).
+
+    Rank 0 compares with the joined batch: where replicas are equal, so far are all from it.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = commrt.init(timeout_s=30)
@@ -205,12 +208,13 @@ def compare(tell, scenarios, chosen=None):
         model, optimizer = build(scenario)
         wrapped = DistributedDataParallel(model, find_unused_parameters=scenario.model is Unused, bucket_cap_mb=0.01)
         with_ddp = train(scenario, wrapped, model, optimizer, parts_in, wrapped.no_sync)
-        joined = train_joined(scenario, world.size)
+        joined = None if world.rank else train_joined(scenario, world.size)
         for algorithm, wire, kind in several:
             made = Torus2D(both_ways=True) if algorithm == BOTH_WAYS else by_name(algorithm)
             ours, equal = train_attached(scenario, parts_in, world, made, WIRES[wire], kind)
             what = f"{algorithm}, {kind}"
-            rows.append((scenario.name, what, wire, distance(ours, with_ddp), distance(ours, joined), equal))
+            to_joined = 0.0 if joined is None else distance(ours, joined)
+            rows.append((scenario.name, what, wire, distance(ours, with_ddp), to_joined, equal))
     world.close()
     dist.destroy_process_group()
     return rows

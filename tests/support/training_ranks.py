@@ -68,16 +68,16 @@ def accounts(tell, wire):
 
 
 def trained_in_buckets(tell, cap_mb, steps):
-    """Digests of the parameters of a DDP model of 30 MB after `steps`, and of the gradients of the last one."""
+    """Digests of the parameters of a DDP model of 7 MB after `steps`, and of the gradients of the last one."""
     dist.init_process_group(c10d.NAME)
     torch.manual_seed(0)
-    wide = nn.Sequential(*(each for _ in range(7) for each in (nn.Linear(1024, 1024), nn.ReLU())), nn.Linear(1024, 4))
+    wide = nn.Sequential(*(each for _ in range(7) for each in (nn.Linear(512, 512), nn.ReLU())), nn.Linear(512, 4))
     model = DistributedDataParallel(wide, bucket_cap_mb=cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     source = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(4, 1024, generator=source)).square().sum().backward()
+        model(torch.randn(4, 512, generator=source)).square().sum().backward()
         optimizer.step()
     dist.destroy_process_group()
     both = (each for param in wide.parameters() for each in (param.detach(), param.grad))
