@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is late in a running job, as its ranks publish it."""
 
+import atexit
+
 from cases import for_each
 from small_models import backward, trainee
 
-from commrt.runtime.publishing import Publisher
+from commrt.runtime.publishing import Publisher, start_publishing
 from commrt.store.late import LateWatch
 from commrt.store.live import Record, base_of, read
 from commrt.testing.ranks import run_ranks
-from commrt.tools.measuring.live_job import looks
+from commrt.tools.measuring.live_job import end_of, looks
 
 
 def job(second, steps=0, exposed_s=(0.0, 0.0), waiting=None, silent=None):
@@ -34,12 +36,22 @@ def test_a_rank_that_others_wait_for_is_told_once_in_ten_seconds(what, options):
     assert [(late.what, late.rank) for late in told] == ([] if what is None else [(what, 1)])
 
 
-def test_ranks_publish_what_a_watcher_shows():
+def test_ranks_publish_what_a_watcher_shows_and_their_end_as_the_process_ends(monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+
     def body(world):
         model, *_ = trainee(world)
         backward(model, world.rank)
         Publisher(world).publish()
         world.agree("both are there")
-        return [record.step for record in read(base_of(world.store))], next(looks(world.store))[0][world.rank].state
+        steps = [record.step for record in read(base_of(world.store))]
+        state = next(looks(world.store))[0][world.rank].state
+        world.agree("both have looked")
+        start_publishing(world)
+        world.agree("both publish")
+        at_exit.pop()()
+        world.agree("the processes end")
+        return steps, state, end_of(next(looks(world.store)), "node1:29500").split(":")[0]
 
-    assert run_ranks(2, body) == [([1, 1], "computes")] * 2
+    assert run_ranks(2, body) == [([1, 1], "computes", "the job has ended")] * 2

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells the store once per second how a rank gets on, and a log who is late (``COMMRT_LIVE=1``).
 
-On a thread of its own, which only reads the world; the first member logs. A step pays nothing.
+On a thread of its own, which only reads the world; the first member logs. A step pays nothing. The
+end of the process waits for the last record.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import socket
 from contextlib import suppress
+from dataclasses import replace
 from threading import Event
 from time import time
 
 from commrt.errors import CommrtError
 from commrt.runtime.world import World
-from commrt.store.client import call_store, clone_connection
+from commrt.store.client import ANSWER_S, call_store, clone_connection
 from commrt.store.late import LateWatch
 from commrt.store.live import PERIOD_S, Record, base_of, publish, read
 from commrt.threads.starting import start_thread
@@ -24,8 +27,15 @@ _log = logging.getLogger("commrt").getChild("late")
 
 
 def start_publishing(world: World) -> None:
-    """Publish how `world` gets on until it ends."""
-    start_thread(Publisher(world).work, f"commrt-live{world.rank}")
+    """Publish how `world` gets on until it ends, or this process does."""
+    publisher = Publisher(world)
+    thread = start_thread(publisher.work, f"commrt-live{world.rank}")
+
+    def end() -> None:
+        publisher.process_ends.set()
+        thread.join(ANSWER_S)
+
+    atexit.register(end)
 
 
 class Publisher:
@@ -38,28 +48,44 @@ class Publisher:
         self._number = 0
         self._since = (-1, 0.0)  # the number of steps, and when it was first seen
         self._watch = LateWatch()
+        self._latest: Record | None = None
+        self.process_ends = Event()
+        """Set by the thread that ends the process."""
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._world.closed or self.process_ends.is_set()
 
     def work(self) -> None:
-        """Publish once per second until the world ends, or its store does."""
+        """Publish once per second until the world, the process or the store ends."""
         with suppress(CommrtError, RuntimeError):
-            while not self._world.closed:
+            while not self._has_ended:
                 self.publish()
                 if self._world.rank == self._world.members[0]:
                     self.log_late()
-                Event().wait(PERIOD_S)
+                self.process_ends.wait(PERIOD_S)
             self.publish()
 
     def publish(self) -> None:
-        """Write this rank's record."""
-        now_s = time()
+        """Write this rank's record, once a model was attached."""
+        self._latest = self._record(time())
+        if (record := self._latest) is not None:
+            call_store(lambda: publish(self._store, record, self._world.size))
+
+    def _record(self, now_s: float) -> Record | None:
+        """Return the record of now; it keeps the steps of a model that is gone."""
+        self._number += 1
+        closed = self._has_ended
         trained = self._world.trained()
         if trained is None:
-            return
+            if self._latest is None:
+                return None
+            number = self._number
+            return replace(self._latest, number=number, time_s=now_s, bucket=None, closed=closed)
         totals = trained.stats()
         if totals.steps != self._since[0]:
             self._since = (totals.steps, now_s)
-        self._number += 1
-        record = Record(
+        return Record(
             self._world.rank,
             self._host,
             self._number,
@@ -69,9 +95,8 @@ class Publisher:
             self._since[1],
             totals.exposed_s,
             trained.waits_for,
-            self._world.closed,
+            closed,
         )
-        call_store(lambda: publish(self._store, record, self._world.size))
 
     def log_late(self) -> None:
         """Log a line of JSON for each rank that is late, the same one at most every 10 s."""

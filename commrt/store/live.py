@@ -41,7 +41,7 @@ class Record:
     bucket: int | None
     """The bucket for which it waits now; None while it computes, or if that is not known."""
     closed: bool = False
-    """True if it has closed its world, or failed."""
+    """True if it has closed its world or failed, or its process ends."""
 
 
 def base_of(store: Store) -> Store:

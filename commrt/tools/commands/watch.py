@@ -8,21 +8,26 @@ from rich.live import Live
 from rich.table import Table
 
 from commrt.tools.commands.output import json_of
-from commrt.tools.measuring.live_job import Look, connect, looks
+from commrt.tools.measuring.live_job import Look, connect, end_of, looks
 
 
 def watch(address: str, *, as_json: bool) -> None:
-    """Show the job whose store is at `address`, until it ends; a line of JSON per look if so."""
+    """Show the job whose store is at `address` until it ends, and say how that is known.
+
+    With `as_json` a line of JSON per look, and the sentence on stderr.
+    """
     store = connect(address)
+    look = Look([], [])
     if as_json:
         for look in looks(store):
             rows = [row._asdict() for row in look.rows]
             late = [each._asdict() for each in look.late]
             print(json_of({"ranks": rows, "late": late}), flush=True)
-        return
-    with Live(console=Console(), auto_refresh=False) as live:
-        for look in looks(store):
-            live.update(_table(look, address), refresh=True)
+    else:
+        with Live(console=Console(), auto_refresh=False) as live:
+            for look in looks(store):
+                live.update(_table(look, address), refresh=True)
+    Console(stderr=as_json).print(end_of(look, address), soft_wrap=True)
 
 
 def _table(look: Look, address: str) -> Table:

@@ -21,6 +21,7 @@ from commrt.store.client import call_store
 from commrt.store.late import Late, LateWatch
 from commrt.store.live import PERIOD_S, Record, read
 
+ENDED = "ended"
 CONNECT_S = 5.0
 """How long the job's store may take to answer."""
 
@@ -35,7 +36,7 @@ class Row(NamedTuple):
     exposed: float | None
     """The share of time that it waited for others in steps."""
     state: str
-    """``computes``, ``waits for bucket 0``, ``closed``, or how it is late."""
+    """``computes``, ``waits for bucket 0``, ``ended``, or how it is late."""
 
 
 class Look(NamedTuple):
@@ -81,6 +82,18 @@ def looks(store: TCPStore) -> Iterator[Look]:
             Event().wait(PERIOD_S)
 
 
+def end_of(last: Look, address: str) -> str:
+    """Return how the job at `address` ended, of which `last` was the last look."""
+    running = [row.rank for row in last.rows if row.state != ENDED]
+    if last.rows and not running:
+        return "the job has ended: all ranks have closed their worlds, or their processes ended"
+    left = f"; ranks {running} had not said that they end" if running else ""
+    return (
+        f"the store at {address} is gone or does not answer{left}: the job has ended, or the host"
+        " of its store cannot be reached. Look at the job's output"
+    )
+
+
 def _row(now: Record, before: Record | None, late: dict[int, str]) -> Row:
     steps_per_s = exposed = None
     if before is not None and now.time_s > before.time_s:
@@ -88,5 +101,5 @@ def _row(now: Record, before: Record | None, late: dict[int, str]) -> Row:
         steps_per_s = (now.steps - before.steps) / passed_s
         exposed = (now.exposed_s - before.exposed_s) / passed_s
     state = "computes" if now.bucket is None else f"waits for bucket {now.bucket}"
-    state = "closed" if now.closed else late.get(now.rank, state)
+    state = ENDED if now.closed else late.get(now.rank, state)
     return Row(now.rank, now.host, now.step, steps_per_s, exposed, state)
