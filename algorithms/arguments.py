@@ -6,6 +6,7 @@ They raise, and change nothing. Ways to train in other rooms check their argumen
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import cast
 
 from commrt.algorithm import Algorithm
@@ -55,3 +56,41 @@ def require_maker(name: str, value: object) -> None:
         raise UsageError(
             f"{name}={value!r:.80} makes no schedules: pass an object, such as commrt.Ring()"
         )
+
+
+def require_inner(value: object) -> None:
+    """Raise `UsageError` unless ``inner=value`` makes schedules of a step and a number of ranks."""
+    require_maker("inner", value)
+    _require_parameters(cast("Algorithm", value))
+
+
+def _require_parameters(algorithm: Algorithm) -> None:
+    """Raise `UsageError` unless the method `schedule` takes step and ranks."""
+    taken = signature(algorithm.schedule)
+    try:
+        taken.bind(0, 1)
+    except TypeError as error:
+        raise UsageError(
+            f"{algorithm!r:.80} has schedule{taken}: give it the signature schedule(self, step,"
+            " ranks)"
+        ) from error
+
+
+def schedule_of(algorithm: Algorithm, step: int, ranks: int) -> Schedule:
+    """Return the schedule of training step `step`; raises `UsageError` if not of `ranks`."""
+    try:
+        schedule = algorithm.schedule(step, ranks)
+    except TypeError:
+        _require_parameters(algorithm)
+        raise
+    if not isinstance(schedule, Schedule):
+        raise UsageError(
+            f"{algorithm}: schedule({step}, {ranks}) returned {schedule!r:.80}: return a"
+            f" commrt.Schedule of {ranks} ranks"
+        )
+    if schedule.ranks != ranks:
+        raise UsageError(
+            f"{algorithm} made the schedule {schedule.name} of {schedule.ranks} ranks for a world"
+            f" of {ranks}: raise UsageError there, or make one for any number of ranks"
+        )
+    return schedule

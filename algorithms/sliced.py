@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import chain
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.arguments import require_maker, require_whole
+from commrt.algorithms.arguments import require_inner, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError
-from commrt.schedule import Schedule, Step
+from commrt.schedule import Schedule, Step, require_schedule
 
 MAX_SLICES = 1 << 16
 
@@ -40,7 +40,7 @@ class Sliced:
 
     def __post_init__(self) -> None:
         require_whole("slices", self.slices, most=MAX_SLICES)
-        require_maker("inner", self.inner)
+        require_inner(self.inner)
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the inner algorithm's schedule in slices."""
@@ -53,6 +53,7 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
 
     Cost: `slices` times the steps, the same bytes.
     """
+    require_schedule(schedule)
     if slices < 1:
         raise ScheduleError(
             f"{schedule.name} cannot be cut into {slices} slices: 1 leaves it whole"

@@ -53,8 +53,9 @@ class Quantizer:
                 f"codes of bits={self.bits!r:.40} in blocks of block={self.block!r:.40},"
                 f" seed={self.seed!r:.40}: use {offered}, all whole numbers"
             )
-        if not isinstance(self.feedback, bool):
-            raise UsageError(f"feedback={self.feedback!r:.40}: give True or False")
+        for name, flag in {"feedback": self.feedback, "is_float": self.is_float}.items():
+            if not isinstance(flag, bool):
+                raise UsageError(f"{name}={flag!r:.40}: give True or False")
         if self.rounding not in (NEAREST, STOCHASTIC):
             raise UsageError(f'rounding={self.rounding!r:.40}: use "{NEAREST}" or "{STOCHASTIC}"')
         if self.is_float and (self.bits != 8 or self.rounding != NEAREST):

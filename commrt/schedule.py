@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain, zip_longest
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -187,15 +187,9 @@ class Schedule:
     steps: Callable[[], Iterator[Step]]
 
     def __post_init__(self) -> None:
-        for what, number in {"ranks": self.ranks, "chunks": self.chunks}.items():
-            if (
-                isinstance(number, bool)
-                or not isinstance(number, int | np.integer)
-                or not 1 <= number < 2**31
-            ):
-                raise UsageError(
-                    f"{self.name}: {what}={number!r:.80}: give a whole number from 1 on"
-                )
+        if not isinstance(self.name, str):
+            raise UsageError(f"name={self.name!r:.80}: give the schedule's name, a string, first")
+        require_counts(self.name, ranks=self.ranks, chunks=self.chunks)
         if not callable(self.steps):
             raise UsageError(
                 f"{self.name}: steps={self.steps!r:.80}: give a function that yields all steps anew"
@@ -235,9 +229,13 @@ class Schedule:
         By default `world` is as many as the schedule has. With `ranks` [copies, ranks] all copies
         run at once, one per row; copy c works `shift[c]` chunks further up.
         """
-        copies = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
-        up = np.broadcast_to(np.asarray(shift, dtype=np.int64), len(copies))[:, None]
         size = self.ranks if world is None else world
+        try:
+            copies = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
+            up = np.broadcast_to(np.asarray(shift, dtype=np.int64), len(copies))[:, None]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"{self.name}.over(): ranks are no whole numbers: {error}") from error
+        require_counts(f"{self.name}.over()", world=size)
         if copies.shape[1] != self.ranks or len(np.unique(copies)) != copies.size:
             raise ScheduleError(
                 f"{self.name} needs {self.ranks} different ranks, got {copies.tolist()}"
@@ -340,6 +338,22 @@ class _RenamedSteps:
             yield _derived(order[s.src], order[s.dst], s.lo, s.hi, s.combine, s.weight)
 
 
+def require_schedule(value: object) -> None:
+    """Raise `UsageError` unless `value` is a schedule."""
+    if not isinstance(value, Schedule):
+        raise UsageError(
+            f"{value!r:.80} is no schedule: an algorithm makes one with its schedule(step, ranks)"
+        )
+
+
+def require_counts(name: str, **counts: object) -> None:
+    """Raise `UsageError` unless all `counts` of what is called `name` are whole numbers from 1."""
+    for what, count in counts.items():
+        is_whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+        if not is_whole or not 1 <= cast("int", count) < 2**31:
+            raise UsageError(f"{name}: {what}={count!r:.80}: give a whole number from 1 on")
+
+
 def empty(ranks: int, chunks: int = 1, name: str = "nothing") -> Schedule:
     """Return the schedule that moves nothing, such as an all-reduce of one rank."""
     return Schedule(name, ranks, chunks, lambda: iter(()))
@@ -355,7 +369,12 @@ def beside(schedules: Iterable[Schedule], name: str | None = None) -> Schedule:
         raise UsageError(
             f"beside() takes a list of schedules, not {schedules.name} alone: write beside([a, b])"
         )
-    parts = tuple(schedules)
+    try:
+        parts = tuple(schedules)
+    except TypeError as error:
+        raise UsageError(f"beside({schedules!r:.80}): give a list of schedules") from error
+    for part in parts:
+        require_schedule(part)
     if not parts:
         raise ScheduleError(
             "beside() of no schedules: use empty(ranks, chunks) for a schedule that moves nothing"
@@ -443,6 +462,7 @@ def _column(name: str, given: ArrayLike) -> NDArray[Any]:
 
 
 def _require_same_shape(a: Schedule, b: Schedule) -> None:
+    require_schedule(b)
     if (a.ranks, a.chunks) != (b.ranks, b.chunks):
         raise ScheduleError(
             f"{a.name} ({_shape(a)}) and {b.name} ({_shape(b)}) "

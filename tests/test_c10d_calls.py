@@ -173,7 +173,7 @@ def exists(name, dtype):
     """Whether plain torch combines tensors of this dtype so, to a result that has a place in the dtype."""
     try:
         return PLAIN[name]([torch.ones(1, dtype=dtype)] * 2).dtype == dtype
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # the latter since torch 2.15
         return False
 
 

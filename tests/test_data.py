@@ -150,7 +150,7 @@ def test_samples_leave_while_the_next_batch_is_in_use():
         ((torch.zeros(3), torch.zeros(4)), 2, r"fields of \[3, 4\] samples"),
         ((torch.zeros(0), torch.zeros(0)), 2, "at least one"),
         (DataLoader(TensorDataset(torch.zeros(3))), 2, "a DataLoader has no samples: pass a dataset"),
-        ((torch.zeros(3),), 0, "say how many samples a batch has"),
+        ((torch.zeros(3),), "x", "batch_size='x': give a whole number from 1 on"),
         ([("text", 1)], 1, "cannot be sent: make them tensors"),
     ],
 )

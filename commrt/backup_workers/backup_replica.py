@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 
+from commrt.algorithms.arguments import schedule_of
 from commrt.backup_workers.backup_exchange import BackupExchange
 from commrt.backup_workers.backup_step import BackupStep
 from commrt.backup_workers.catch_up import CatchUp
@@ -172,6 +173,7 @@ class BackupWorkersReplica(Replica):
 
     def before_giving_up(self, call: Callable[[], object]) -> None:
         """See `Replica.before_giving_up`."""
+        super().before_giving_up(call)
         self._final_calls.append(call)
 
     def drain(self) -> None:
@@ -430,7 +432,7 @@ def attach(request: Request) -> Replica:
         return synchronous.attach(replace(request, algorithm=algorithm.inner))
     _check_for_backups(request)
     for count in range(needed, algorithm.needed_among(world.size, world.founders) + 1):
-        algorithm.inner.schedule(0, count)  # raises where it cannot be made for so many
+        schedule_of(algorithm.inner, 0, count)  # raises where it cannot be made for so many
     engine = Engine(world, algorithm.inner, request.build_buckets(request.params[::-1]))
     return request.open(
         engine.schedule(0, needed),

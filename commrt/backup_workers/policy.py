@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.arguments import require_maker, require_whole
+from commrt.algorithms.arguments import require_inner, require_whole, schedule_of
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Schedule
@@ -40,7 +40,7 @@ class BackupWorkers:
 
     def __post_init__(self) -> None:
         require_whole("backups", self.backups, 0)
-        require_maker("inner", self.inner)
+        require_inner(self.inner)
         if not isinstance(self.early, bool):
             raise UsageError(f"early={self.early!r:.80}: give True or False")
         if getattr(self.inner, "traits", ()):
@@ -77,4 +77,4 @@ class BackupWorkers:
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the schedule of a step whose quorum is ranks 0 to N - 1 of `ranks`."""
         needed = self.needed(ranks)
-        return self.inner.schedule(step, needed).over(range(needed), world=ranks)
+        return schedule_of(self.inner, step, needed).over(range(needed), world=ranks)

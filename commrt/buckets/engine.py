@@ -17,6 +17,7 @@ from torch import Tensor
 
 from commrt import proof
 from commrt.algorithm import Algorithm
+from commrt.algorithms.arguments import schedule_of
 from commrt.buckets.binding import Binding
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.greeting import greet_peers_now
@@ -32,7 +33,6 @@ from commrt.proof.summing import require_short_sums
 from commrt.runtime.executor import RunnableProgram
 from commrt.runtime.generation import Members
 from commrt.runtime.prepared import Prepared
-from commrt.runtime.schedules import schedule_of
 from commrt.runtime.wire import QuantizedWire
 from commrt.runtime.wire_carrier import StepQuantizer, carrier_of
 from commrt.runtime.world import World

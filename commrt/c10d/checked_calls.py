@@ -263,7 +263,7 @@ def _operation(kind: Any, dtype: torch.dtype) -> str:
     try:
         one = torch.zeros(1, dtype=dtype, device="cpu")
         OPERATIONS[operation](one, one, out=one)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # the latter since torch 2.15
         raise UsageError(
             f"{operation} of {dtype} is not possible ({error}): convert the tensor first"
         ) from error

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling
+from commrt.algorithms.arguments import require_whole
 from commrt.data.shard import Indexed, Shard
 from commrt.errors import UsageError
 from commrt.runtime.init import current
@@ -28,6 +29,7 @@ from commrt.runtime.world import World
 from commrt.store.parsing import MALFORMED, parse_int, require
 from commrt.threads.future import Future
 from commrt.training.flat_buffer import FlatBuffer
+from commrt.training.refusals import require_world
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
 TAG = Tag(0, "samples")
@@ -69,6 +71,9 @@ class RingShuffle:
     def __init__(
         self, samples: Indexed, batch_size: int, *, world: World | None = None, seed: int = 0
     ) -> None:
+        require_world(world)
+        require_whole("batch_size", batch_size)
+        require_whole("seed", seed, 0)
         self._world = current() if world is None else world
         self._shard = Shard(samples)
         self._batch_size = batch_size
@@ -76,8 +81,6 @@ class RingShuffle:
             raise UsageError(
                 "RingShuffle with init(up_to=): a rank that comes has no samples; use commrt.Shares"
             )
-        if batch_size < 1:
-            raise UsageError(f"batch_size={batch_size}: say how many samples a batch has")
         self._seed = seed
         self.passes = 0
         """The number of whole passes so far; written here only, on the thread that trains."""

@@ -94,6 +94,8 @@ class Shares:
                 f"seed={seed!r:.40}: give a dataset with a length and samples, a batch size from 1 "
                 "on, and a seed from 0 on"
             ) from error
+        if place is not None and not callable(place):
+            raise UsageError(f"place={place!r:.80}: give a function that returns (place, ranks)")
         self._place = _place_in_world() if place is None else place
         self._order = lru_cache(1)(partial(order_of, self._size))
         self._drawn: deque[_Draw] = deque()

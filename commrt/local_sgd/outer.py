@@ -35,7 +35,8 @@ class HeavyBall:
     momentum: float = 0.3
 
     def __post_init__(self) -> None:
-        _require_stable(self, self.rate, self.momentum, 2 * (1 + self.momentum))
+        _require_momentum(self)
+        _require_rate(self, 2 * (1 + self.momentum))
 
     @property
     def late_bound(self) -> float:
@@ -61,9 +62,8 @@ class Nesterov:
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        _require_stable(
-            self, self.rate, self.momentum, 2 * (1 + self.momentum) / (1 + 2 * self.momentum)
-        )
+        _require_momentum(self)
+        _require_rate(self, 2 * (1 + self.momentum) / (1 + 2 * self.momentum))
 
     @property
     def late_bound(self) -> float:
@@ -106,16 +106,24 @@ class SlowMomentum(HeavyBall):
         anchor -= self.rate * inner_rate * velocity
 
 
-def _require_stable(rule: object, rate: float, momentum: float, bound: float) -> None:
-    """Raise `UsageError` for settings that diverge even if each period ended in the minimum."""
-    name = type(rule).__name__
-    for key, value in (("rate", rate), ("momentum", momentum)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(f"{name}({key}={value!r:.80}): give a number")
-    if not 0 <= momentum < 1:
-        raise UsageError(f"{name}(momentum={momentum:g}): it must be from 0 on and below 1")
-    if not 0 < rate < bound:
+def _require_momentum(rule: HeavyBall | Nesterov) -> None:
+    _require_number(rule, "momentum", rule.momentum)
+    if not 0 <= rule.momentum < 1:
+        name = type(rule).__name__
+        raise UsageError(f"{name}(momentum={rule.momentum:g}): it must be from 0 on and below 1")
+
+
+def _require_rate(rule: HeavyBall | Nesterov, bound: float) -> None:
+    """Raise `UsageError` for a rate that diverges even if each period ended in the minimum."""
+    _require_number(rule, "rate", rule.rate)
+    if not 0 < rule.rate < bound:
+        name = type(rule).__name__
         raise UsageError(
-            f"{name}(rate={rate:g}, momentum={momentum:g}): the rate must be above 0 and below"
-            f" {bound:.3g}, or the anchor swings about its goal ever more widely"
+            f"{name}(rate={rule.rate:g}, momentum={rule.momentum:g}): the rate must be above 0 and"
+            f" below {bound:.3g}, or the anchor swings about its goal ever more widely"
         )
+
+
+def _require_number(rule: object, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{type(rule).__name__}({name}={value!r:.80}): give a number")

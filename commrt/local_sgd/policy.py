@@ -18,7 +18,7 @@ from math import inf
 from typing import Any, ClassVar, Final, Literal
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.arguments import require_maker, require_whole
+from commrt.algorithms.arguments import require_inner, require_whole, schedule_of
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.torus import Torus2D
@@ -136,7 +136,7 @@ class LocalSGD:
 
     def _require_inner(self) -> None:
         inner = self.inner
-        require_maker("inner", inner)
+        require_inner(inner)
         if getattr(inner, "traits", ()) and not isinstance(inner, Gossip):
             raise UsageError(
                 f"inner={inner!r:.200}: take an all-reduce, such as Torus2D(), or Gossip()"
@@ -197,7 +197,7 @@ class LocalSGD:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the schedule of a fragment's exchange number `step`."""
-        return self.inner.schedule(step, ranks)
+        return schedule_of(self.inner, step, ranks)
 
     def unwise(self, steps: int | None = None) -> list[str]:
         """Return what speaks against these settings, in sentences; `steps`: of the run, if known.

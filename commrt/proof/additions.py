@@ -22,7 +22,7 @@ import numpy as np
 
 from commrt.errors import UsageError
 from commrt.proof.symbols import select
-from commrt.schedule import COPY, MIX, IntArray, Schedule, Step
+from commrt.schedule import COPY, MIX, IntArray, Schedule, Step, require_schedule
 
 SHOWN = 200
 """Characters of an order, after which the rest is left out."""
@@ -66,6 +66,7 @@ def order_of_additions(schedule: Schedule) -> Additions:
     >>> print(order_of_additions(ring.all_reduce(3)))
     several orders: chunk 0 as (0 + (1 + 2)), and chunk 1 as (1 + (0 + 2))
     """
+    require_schedule(schedule)
     trees = _Trees(schedule.ranks)
     ends, places = np.unique(_replayed(schedule, trees).T, return_index=True)
     # chunk that ends with each tree

@@ -25,10 +25,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from commrt.errors import ScheduleError
+from commrt.errors import ScheduleError, UsageError
 from commrt.proof.spec import MAX_RANKS, Collective
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, different, select
-from commrt.schedule import ADD, COPY, MIX, Schedule, malformed
+from commrt.schedule import ADD, COPY, MIX, Schedule, malformed, require_schedule
 
 BLOCK_BYTES = 1 << 28
 """Chunks are replayed in blocks whose symbolic state stays below this size."""
@@ -96,6 +96,12 @@ def verify(schedule: Schedule, collective: Collective) -> Proof:
     >>> print(verify(swap, all_reduce(2, 1)).counterexample)
     step 0, rank 1, chunk 0: overwrites what it sends in the same step; the result depends on timing
     """
+    require_schedule(schedule)
+    if not isinstance(collective, Collective):
+        raise UsageError(
+            f"{collective!r:.80} is no collective: give what a schedule must do, such as"
+            " commrt.proof.all_reduce(schedule.ranks, schedule.chunks)"
+        )
     size = NO_TRAFFIC
     mixes = False
     found = _misfit(schedule, collective)

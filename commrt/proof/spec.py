@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from commrt.algorithm import Algorithm
 from commrt.errors import ScheduleError, UsageError
-from commrt.schedule import IntArray, Schedule
+from commrt.schedule import IntArray, Schedule, require_counts
 
 MAX_RANKS = 1 << 17
 MAX_DIFFERENT = 1 << 28
@@ -50,6 +50,9 @@ def all_reduce(ranks: int, chunks: int, members: Sequence[int] | None = None) ->
     """Return the collective that sums over the members at each; other ranks are not checked."""
     if members is None:
         return _everywhere("all_reduce", ranks, chunks)
+    _require_fitting(ranks, chunks)
+    if not isinstance(members, Sequence):
+        raise UsageError(f"members={members!r:.80}: give a list of ranks, or leave it out")
     _require_ranks(members, ranks)
     goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
     goal[list(members)] = 0
@@ -92,6 +95,7 @@ def gather(ranks: int, chunks: int, root: int = 0) -> Collective:
 
 def scatter(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Return the collective that copies chunk c from the root to rank ``c * ranks // chunks``."""
+    _require_fitting(ranks, chunks)
     _require_ranks([root], ranks)
     return _copied("scatter", root, _goals(ranks, chunks, _owner(ranks, chunks), root))
 
@@ -104,6 +108,8 @@ def all_to_all(ranks: int, chunks: int) -> Collective:
 
 def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Return the collective after which every rank holds the root's buffer."""
+    _require_fitting(ranks, 1)
+    require_counts("broadcast", chunks=chunks)
     _require_ranks([root], ranks)
     return _all_defined("broadcast", np.broadcast_to(np.int64(0), (ranks, chunks)), (root,))
 
@@ -118,6 +124,8 @@ def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collecti
     rooted = {"broadcast": broadcast, "reduce": reduce, "gather": gather, "scatter": scatter}
     others = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all}
     others |= {"all_reduce": all_reduce, "barrier": all_gather}
+    if not isinstance(name, str):
+        raise UsageError(f"a collective's name is a string, not {name!r:.80}")
     if name in rooted:
         return rooted[name](ranks, chunks, root)
     if name in others:
@@ -128,6 +136,7 @@ def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collecti
 
 def _everywhere(name: str, ranks: int, chunks: int, total: int | None = None) -> Collective:
     """Return a collective of all ranks; its goal takes no memory, so a too large one is refused."""
+    require_counts(name, ranks=ranks, chunks=chunks)
     return _all_defined(name, np.broadcast_to(np.int64(0), (ranks, chunks)), _all(ranks), total)
 
 
@@ -154,6 +163,7 @@ def _copied(name: str, source: int | IntArray, goal: IntArray) -> Collective:
 
 
 def _require_fitting(ranks: int, chunks: int) -> None:
+    require_counts("a collective", ranks=ranks, chunks=chunks)
     if ranks * chunks > MAX_DIFFERENT:
         raise ScheduleError(
             f"a collective of {ranks:,} ranks and {chunks:,} chunks is too large for a proof: give"
@@ -162,7 +172,7 @@ def _require_fitting(ranks: int, chunks: int) -> None:
 
 
 def _require_ranks(members: Sequence[int], ranks: int) -> None:
-    unknown = [rank for rank in members if not 0 <= rank < ranks]
+    unknown = [rank for rank in members if type(rank) is not int or not 0 <= rank < ranks]
     if unknown or len(set(members)) != len(members) or not len(members):
         raise ScheduleError(
             f"members {list(members)} must be different ranks out of 0..{ranks - 1}, at least one"

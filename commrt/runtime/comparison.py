@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from commrt.algorithms import tree
-from commrt.errors import DisagreementError
+from commrt.errors import DisagreementError, UsageError
 from commrt.program import member_program
 from commrt.runtime.executor import bind
 from commrt.runtime.generation import Members
@@ -82,9 +82,8 @@ class ConsistencyCheck:
                 " number of ranks, and fields that are equal on every rank"
             )
 
-    def agree(self, membership: Membership, topic: str, fields: Mapping[str, str]) -> None:
-        """Return once all members came with the same; raise `DisagreementError` on all."""
-        text = json.dumps({TOPIC: topic, **fields}, sort_keys=True)
+    def agree(self, membership: Membership, topic: str, text: str) -> None:
+        """Return once all came with this `claim_text`; raise `DisagreementError` on all."""
         tag = Tag(0, topic)
         texts = membership.together(
             lambda: membership.submit(
@@ -161,6 +160,14 @@ def _difference(texts: Mapping[int, str]) -> str | None:
             )
             return f"rank {rank} disagrees with rank {first} about {what}: {ours} against {theirs}"
     return None
+
+
+def claim_text(topic: str, fields: Mapping[str, object]) -> str:
+    """Return what ranks compare of `fields` about `topic`; raises `UsageError` for no text."""
+    try:
+        return json.dumps({TOPIC: topic, **fields}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"ranks cannot compare {fields!r:.80}: give strings ({error})") from error
 
 
 def _parse_fields(text: str) -> dict[str, str]:

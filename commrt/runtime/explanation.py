@@ -15,6 +15,7 @@ import torch
 
 from commrt.algorithm import Algorithm
 from commrt.algorithms.arguments import require_whole
+from commrt.errors import UsageError
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import layout_of
 from commrt.kernels.quantize_dispatch import compiled_quantize
@@ -34,6 +35,7 @@ from commrt.transport.by_device import TransportByDevice
 SHOWN = 3
 """Alternatives that `str` shows."""
 DEFAULT_CLUSTER = "host"
+MOST_NBYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +117,16 @@ def all_reduce_of(
     nbytes: int,
     algorithm: Algorithm | str | None,
     named: AnyWire | str | None,
-    device: torch.device,
+    named_device: torch.device | str,
 ) -> AllReduce:
     """Return the checked call for `nbytes` of fp32 values; raises `UsageError`."""
-    require_whole("nbytes", nbytes, 0)
+    require_whole("nbytes", nbytes, 0, MOST_NBYTES)
     wire = as_wire(named)
+    try:
+        device = torch.device(named_device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        what = f"device={named_device!r:.80}"
+        raise UsageError(f'{what}: give a torch.device, or its name, such as "cpu"') from error
     if algorithm is not None or wire is not None:
         check_all_reduce(DEFAULT if algorithm is None else algorithm, wire)
     values = torch.float32

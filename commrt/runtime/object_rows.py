@@ -46,7 +46,7 @@ def unpacked(row: Tensor) -> Any:
 
 def require_member(root: object, members: Members, what: str) -> None:
     """Raise `UsageError` unless `root` is one of `members`."""
-    if isinstance(root, bool) or root not in members:
+    if type(root) is not int or root not in members:
         raise UsageError(
             f"{what} with root={root!r:.80}: give one of the ranks that take part, world.members,"
             f" {list(members)!s:.80}"

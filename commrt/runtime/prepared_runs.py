@@ -23,7 +23,7 @@ from commrt.runtime.executor import BoundProgram, Scratch, bind, cut
 from commrt.runtime.prepared import HasMembership, Prepared
 from commrt.runtime.schedule_traits import SCHEDULES_KEPT, traits_of
 from commrt.runtime.tags import check_tag
-from commrt.schedule import ADD, MIX, Schedule
+from commrt.schedule import ADD, MIX, Schedule, require_schedule
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.recording import Recorder
 from commrt.transport.protocol import Tag, Transport
@@ -141,10 +141,7 @@ def check_run(schedule: Schedule, buffer: Tensor, tag: Tag, ranks: int) -> None:
             f"a buffer must be a tensor, not a {type(buffer).__name__}: make one with"
             " torch.tensor()"
         )
-    if not isinstance(schedule, Schedule):
-        raise UsageError(
-            f"{schedule!r} is no schedule: an algorithm makes one with its schedule(step, ranks)"
-        )
+    require_schedule(schedule)
     if schedule.ranks != ranks:
         raise UsageError(
             f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {ranks}:"
@@ -184,7 +181,7 @@ def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:
             reduce_into(own, [own, received])
         if MIX in combines:
             mix_into(own, received, 0.5)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # the latter since torch 2.15
         raise UsageError(
             f"this schedule cannot run on {dtype} ({error}): convert the buffer first"
         ) from error

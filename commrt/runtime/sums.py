@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.arguments import as_algorithm
+from commrt.algorithms.arguments import as_algorithm, schedule_of
 from commrt.algorithms.direct import MOST_IN_ONE_SHOT, one_shot
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -35,7 +35,6 @@ from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind
 from commrt.runtime.generation import Members
 from commrt.runtime.prepared import KEPT, HasMembership, Prepared
 from commrt.runtime.schedule_traits import traits_of
-from commrt.runtime.schedules import schedule_of
 from commrt.runtime.sliced_sum import SlicedSum, bind_slices, slice_numel, travels_in_slices
 from commrt.runtime.wire import (
     AnyWire,

@@ -21,7 +21,7 @@ from commrt.algorithm import Algorithm
 from commrt.errors import DisagreementError, UsageError
 from commrt.program import member_program
 from commrt.runtime.all_reduce_call import Op, check_all_reduce_call, require_writable
-from commrt.runtime.comparison import ConsistencyCheck
+from commrt.runtime.comparison import ConsistencyCheck, claim_text
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.ending import Ending
 from commrt.runtime.executor import bind, cut
@@ -343,7 +343,7 @@ class World:
         """
         from commrt.runtime.explanation import all_reduce_of, explained  # noqa: PLC0415  # prices
 
-        call = all_reduce_of(nbytes, algorithm, wire, torch.device(device))
+        call = all_reduce_of(nbytes, algorithm, wire, device)
         return explained(call, self._sums.schedule(algorithm, call), self.members, self.transport)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
@@ -439,9 +439,10 @@ class World:
         error ends the world, since this rank may be the only one to get it, and would then answer
         the wrong question next.
         """
+        text = claim_text(topic, claim)
         with self.collective(f"agree ({topic})"):
             try:
-                self.consistency.agree(self.membership, topic, claim)
+                self.consistency.agree(self.membership, topic, text)
             except BaseException as error:
                 if not isinstance(error, DisagreementError):
                     self.abort(error)

@@ -26,6 +26,7 @@ from commrt.runtime.work import Work
 from commrt.runtime.world import World
 from commrt.training.backward_pass import NO_PASS, at_end_of_backward, current_pass
 from commrt.training.ddp_owner import ddp_owner, require_same_ranks
+from commrt.training.refusals import require_world
 from commrt.transport.protocol import Tag
 
 
@@ -62,6 +63,7 @@ class DDPState:
     """The same for each parameter, as views: DDP's second step has other buckets."""
 
     def __post_init__(self) -> None:
+        require_world(self.world)
         self.algorithm = as_algorithm(self.algorithm)
         self.wire = as_wire(self.wire)
         check_all_reduce(self.algorithm, self.wire)

@@ -256,13 +256,17 @@ class Replica(ABC):
         Call it before you save or look at weights.
         """
 
-    def before_giving_up(self, call: Callable[[], object]) -> None:  # noqa: B027  # only backup workers need it
+    def before_giving_up(self, call: Callable[[], object]) -> None:
         """Let backup workers call `call` before an error ends training, to save a checkpoint.
 
         Other algorithms never call it. The error is `QuorumLost`, or other ranks do not answer
         (`DeadlineExceeded`), or the store does not (`PeerLost`). The weights are those of the
         latest whole step of this rank; a late one has older ones.
         """
+        if not callable(call):
+            raise UsageError(
+                f"before_giving_up({call!r:.80}): give a function to call, not a value"
+            )
 
     def consolidate(self) -> None:
         """Make all replicas bitwise equal now; collective.
