@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with backup workers: exactly N gradients count in a step, and replicas stay equal."""
 
+import re
 from copy import deepcopy
 from threading import Event
 from unittest.mock import patch
@@ -47,10 +48,10 @@ def test_a_late_gradient_is_zeroed_its_step_changes_nothing_and_the_report_says_
         seen = rank.replica.last, gradients, all(map(torch.equal, before, rank.model.parameters()))
         rank.tell()
         rank.train()
-        return *seen, rank.replica.stats()
+        return *seen, rank.replica.stats(), rank.replica.report()
 
     ends = Loop().run(body)
-    late, gradients, same, stats = ends[LATE]
+    late, gradients, same, stats, _ = ends[LATE]
     assert all(gradient is not None for gradient in gradients), "who looks at gradients finds None"
     assert not any(gradient.any() for gradient in gradients), "a gradient that came too late was left"
     assert same, "a gradient that came too late was stepped with"
@@ -59,8 +60,11 @@ def test_a_late_gradient_is_zeroed_its_step_changes_nothing_and_the_report_says_
     assert late.samples == 12
     assert stats.counted < stats.steps
     assert stats.late_s >= late.late_s
-    counted, *_ = ends[0]
+    counted, *_, totals, table = ends[0]
     assert (counted.counted, counted.members, counted.dropped, counted.late_s) == (True, (0, 1, 3), (LATE,), 0.0)
+    named = re.findall(r"of rank (\d) in (\d+)", table)
+    assert str(LATE) in dict(named)
+    assert sum(int(steps) for _, steps in named) == totals.dropped
 
 
 def test_a_grad_scaler_that_met_an_infinity_while_a_rank_was_late_is_the_same_everywhere():

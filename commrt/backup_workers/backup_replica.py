@@ -97,7 +97,7 @@ class BackupWorkersReplica(Replica):
     ranks take the model and all of `_owners_of_state`, a list that `_state` reads too.
 
     Of its parent it replaces what users call, and `_collective`, `_take_from_first` and
-    `_restart_at_step`, which collective methods there call; it writes `last` and `_stats`.
+    `_restart_at_step`, which collective methods there call; it writes `last`, `_stats` and `_dropped`.
     """
 
     drops_gradients = True
@@ -260,6 +260,8 @@ class BackupWorkersReplica(Replica):
             self._final_calls.make(error)
             raise
         self._stats = self._stats.plus(self.last)
+        if self.last.dropped:
+            self._dropped.update(self.last.dropped)
         if outcome.counts:
             self._state.keep_buffers()
         elif outcome.is_over:

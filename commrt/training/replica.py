@@ -8,6 +8,7 @@ sends models, `gradient_weights` and `riding` have what gradients weigh and what
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
@@ -81,6 +82,7 @@ class Replica(ABC):
         self._world = request.world
         self._parameters = ParameterList(request.model)
         self._stats = Stats()
+        self._dropped = Counter[int]()  # by rank, steps that did not use its gradients
         self._step = 0
         self._attached_s = perf_counter()
         self._is_synchronous = True  # False in no_sync()
@@ -348,14 +350,17 @@ class Replica(ABC):
         """Return a table as text: where this rank's time went since `attach`, and who is late.
 
         Not collective. Which rank is late it knows if the job runs with ``COMMRT_LIVE=1``; then it
-        reads the store.
+        reads the store. With backup workers it says how often each rank's gradients were dropped
+        in the steps that this rank knows of: all but those in which it was a whole step behind.
         """
         world = self._world
         records: Sequence[Record] = ()
         if is_on("COMMRT_LIVE") and not world.closed:
             records = call_store(lambda: read(base_of(world.store)), rank=world.rank)
         title = f"rank {world.rank} of {world.size}"
-        return table_of(title, self.stats(), perf_counter() - self._attached_s, records)
+        passed_s = perf_counter() - self._attached_s
+        dropped = self._dropped if self.drops_gradients else None
+        return table_of(title, self.stats(), passed_s, records, dropped)
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why no graph carried buckets in the latest step; empty where none are tried."""

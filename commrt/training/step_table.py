@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of `Replica.report`: where a rank's time went, and which rank comes last.
+"""The text of `Replica.report`: where a rank's time went, and who comes last or was dropped.
 
 Pure functions on the thread that trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from commrt.store.live import Record
 from commrt.training.step_report import Stats
 
 ASK = "Start the job with COMMRT_LIVE=1 to see here which rank comes last."
+MOST_SHOWN = 8
+"""Ranks that are named."""
 SLOW_SHARE = 0.1
 """Of the time of a step: what others wait longer than the rank that comes last."""
 
 
-def table_of(title: str, stats: Stats, passed_s: float, records: Sequence[Record]) -> str:
+def table_of(
+    title: str,
+    stats: Stats,
+    passed_s: float,
+    records: Sequence[Record],
+    dropped: Mapping[int, int] | None = None,
+) -> str:
     """Return a table of `stats` since attach, `passed_s` ago; `records` are of all ranks, if any.
+
+    Where gradients may be dropped, `dropped` has the steps that did not count them, by rank.
 
     >>> print(table_of("rank 0 of 2", Stats(10, 2.0, 1.5, 4_000_000), 6.0, []))
     rank 0 of 2: 10 steps in 6 s, 1.67 steps/s
@@ -45,9 +55,21 @@ def table_of(title: str, stats: Stats, passed_s: float, records: Sequence[Record
         lines.append(f"{name:<32}{spent_s:>10.3g}{share:>9}{1e3 * spent_s / steps:>10.3g}")
     lines += [
         f"sent {stats.nbytes_sent / 1e6 / steps:.3g} MB per step",
-        _last_of(records, passed_s),
+        _last_of(records, passed_s) if dropped is None else _dropped_of(dropped, stats.steps),
     ]
     return "\n".join(lines)
+
+
+def _dropped_of(dropped: Mapping[int, int], steps: int) -> str:
+    """Return whose gradients were dropped, the rank with the most first.
+
+    >>> _dropped_of({1: 2, 3: 12}, steps=100)
+    'gradients dropped, of 100 steps: of rank 3 in 12, of rank 1 in 2'
+    """
+    most = sorted(dropped, key=lambda rank: (-dropped[rank], rank))
+    ranks = ", ".join(f"of rank {rank} in {dropped[rank]}" for rank in most[:MOST_SHOWN])
+    more = f", and of {len(most) - MOST_SHOWN} more ranks" if len(most) > MOST_SHOWN else ""
+    return f"gradients dropped, of {steps} steps: {ranks or 'none'}{more}"
 
 
 def _last_of(records: Sequence[Record], passed_s: float) -> str:
