@@ -97,7 +97,8 @@ class BackupWorkersReplica(Replica):
     ranks take the model and all of `_owners_of_state`, a list that `_state` reads too.
 
     Of its parent it replaces what users call, and `_collective`, `_take_from_first` and
-    `_restart_at_step`, which collective methods there call; it writes `last`, `_stats` and `_dropped`.
+    `_restart_at_step`, which collective methods there call; it writes `last`, `_stats` and
+    `_dropped`.
     """
 
     drops_gradients = True
