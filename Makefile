@@ -47,7 +47,8 @@ fast-tests: venv
 	$(PYTEST) -m 'not slow'
 
 test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds, pages; not of studies
-	$(BIN)/pytest -n 4 --dist worksteal -m slow -k 'not studies'  # most of these wait for ranks
+	files=$$(grep -rl --include='test_*.py' mark.slow tests examples) && \
+	$(BIN)/pytest -n 4 --dist worksteal -m slow -k 'not studies' $$files  # most of these wait for ranks
 
 prove inspect: export PYTHONPATH = $(CURDIR):$(CURDIR)/dev
 prove: venv  # all schedules, for 1 to 64 ranks and some for more, in 1 to 2 minutes

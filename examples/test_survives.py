@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 from documentation import ROOT, blocks
+from forked_python import forked_python
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 import commrt
@@ -39,11 +40,21 @@ ENVIRONMENT = {
 }
 
 
-def run(command, folder, **variables):
-    """Return exit code and output of `command`, run in `folder`, where `examples` is a link."""
+@pytest.fixture(scope="module")
+def forked():
+    """Return a folder with a `python` and a `torchrun` that need not import torch."""
+    with forked_python() as folder:
+        yield folder
+
+
+def run(command, folder, *before, **variables):
+    """Return exit code and output of `command`, run in `folder`, where `examples` is a link.
+
+    Programs are first looked for in the folders `before`.
+    """
     if not (folder / "examples").exists():
         (folder / "examples").symlink_to(ROOT / "examples")
-    path = os.pathsep.join([str(folder / "bin"), str(BIN), os.environ["PATH"]])
+    path = os.pathsep.join(map(str, [folder / "bin", *before, BIN, os.environ["PATH"]]))
     options = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
@@ -93,12 +104,12 @@ def require_trained(said, ranks):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_the_command_of_the_page_replaces_the_killed_rank_and_nobody_begins_again(tmp_path):
+def test_the_command_of_the_page_replaces_the_killed_rank_and_nobody_begins_again(forked, tmp_path):
     (block,) = [
         block for block in blocks(ROOT / "docs/survive.md")
         if block.language == "sh" and "replace.sh" in block.body
     ]  # fmt: skip
-    code, said = run(["bash", "-c", block.body], tmp_path)
+    code, said = run(["bash", "-c", block.body], tmp_path, forked)
     assert code == 0, said
     begun, ((rank, step),) = begins(said)
     assert begun == [(rank, 0) for rank in range(4)]
@@ -170,21 +181,23 @@ SCONTROL = """
 """
 
 
-def in_slurm(folder, srun, *options, restarts="0"):
+def in_slurm(folder, srun, *options, restarts="0", before=()):
     program(folder, "srun", srun)
     program(folder, "scontrol", SCONTROL)
     job = str(free_port() % 10000)
     allocation = {"SLURM_JOB_ID": job, "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[1-2]"}
     command = ["bash", LAUNCH / "job.sbatch", *options]
-    return run(command, folder, SLURM_RESTART_COUNT=restarts, **allocation)
+    return run(command, folder, *before, SLURM_RESTART_COUNT=restarts, **allocation)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_the_script_of_slurm_resumes_all_ranks_where_more_are_lost_than_there_are_backups(tmp_path):
+def test_the_script_of_slurm_resumes_all_ranks_where_more_are_lost_than_there_are_backups(
+    forked, tmp_path
+):
     options = f"{SMALL} 1".split()
-    code, said = in_slurm(tmp_path, SRUN, *options)
+    code, said = in_slurm(tmp_path, SRUN, *options, before=[forked])
     assert code == 0, said
     begun, _ = begins(said)
     assert {rank for rank, step in begun if step in {5, 10}} == {0, 1}, said
@@ -244,7 +257,7 @@ def test_the_pods_of_kubernetes_are_one_world_whose_first_rank_has_a_name():
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_pods_that_are_started_again_resume_after_the_death_of_the_first_rank(tmp_path):
+def test_pods_that_are_started_again_resume_after_the_death_of_the_first_rank(forked, tmp_path):
     options = f"{SMALL} 0".split()
     port = str(free_port())
 
@@ -259,7 +272,8 @@ def test_pods_that_are_started_again_resume_after_the_death_of_the_first_rank(tm
         }
         ends = []
         while not ends or (ends[-1][0] != 0 and len(ends) < 4):
-            ends.append(run([*command, str(tmp_path / "run"), *options], tmp_path, **given | here))
+            line = [*command, str(tmp_path / "run"), *options]
+            ends.append(run(line, tmp_path, forked, **given | here))
         return ends
 
     (tmp_path / "examples").symlink_to(ROOT / "examples")

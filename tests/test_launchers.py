@@ -13,6 +13,7 @@ from pathlib import Path
 from platform import machine
 
 import pytest
+from forked_python import forked_python
 from launched_ranks import in_a_group, with_variables
 
 from commrt.store.launcher import LAUNCHERS, launched
@@ -20,7 +21,6 @@ from commrt.testing.processes import free_port, run_processes
 
 pytestmark = pytest.mark.processes
 BIN = Path(sys.executable).parent
-TORCHRUN = BIN / "torchrun"
 WORKER = Path(__file__).parent / "support" / "launched_ranks.py"
 LIMIT_S = 110
 OF_LAUNCHERS = {getattr(one, name) for one in LAUNCHERS for name in ("rank", "size", "local_rank", "local_size")}
@@ -40,6 +40,13 @@ def environment():
 def has_namespaces():
     tries = f"{' '.join(UNSHARE)} sh -c 'ip link set lo up && nsenter --version'"
     return subprocess.run(["sh", "-c", tries], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """A folder with a `python` and a `torchrun` that need not import torch."""
+    with forked_python() as folder:
+        yield folder
 
 
 @contextmanager
@@ -103,27 +110,27 @@ def of_one_world(*given):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_ranks_that_meet_by_its_variables_or_in_a_group_of_torch_s(here, tmp_path):
-    launch = [TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+def test_torchrun_starts_ranks_that_meet_by_its_variables_or_in_a_group_of_torch_s(here, forked, tmp_path):
+    launch = [forked / "torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     run([*here, *launch, WORKER, tmp_path, "1", "init", "gloo", "init"])
     ways = [world_of(PAIR, launcher, "shared", 3.0) for launcher in ("torchrun", "torch.distributed", "torchrun")]
     assert reports(tmp_path) == [list(worlds) for worlds in zip(*ways, strict=True)]
 
 
 @pytest.mark.slow
-def test_two_agents_of_torchrun_that_meet_by_c10d_are_one_world(here, tmp_path):
+def test_two_agents_of_torchrun_that_meet_by_c10d_are_one_world(here, forked, tmp_path):
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29400", "--rdzv-id", "7"]
-    agent = [*here, TORCHRUN, "--nnodes", "2", "--local-addr", "127.0.0.1", *meet]
+    agent = [*here, forked / "torchrun", "--nnodes", "2", "--local-addr", "127.0.0.1", *meet]
     run(*[[*agent, WORKER, tmp_path, "1", "init"]] * 2)
     assert reports(tmp_path) == of_one_world([(0, 2, 0), (1, 2, 0)], "torchrun", "shared", 3.0)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_namespaces(), reason="needs util-linux, iproute2 and the right to make network namespaces")
-def test_on_two_hosts_torchrun_s_ranks_share_memory_within_and_use_sockets_between(two_hosts, tmp_path):
+def test_on_two_hosts_torchrun_s_ranks_share_memory_within_and_use_sockets_between(two_hosts, forked, tmp_path):
     """Though both hosts' names lead to the loopback, as Debian's do; also in groups of the backend."""
     store = ["--master-addr", ADDRESSES[0], "--master-port", "29500"]
-    node = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *store]
+    node = [forked / "torchrun", "--nnodes", "2", "--nproc-per-node", "2", *store]
     ways = [WORKER, tmp_path, "1", "init", "commrt"]
     run(*([*to, *node, "--node-rank", rank, *ways] for rank, to in enumerate(two_hosts)))
     launchers = "torchrun", "torch.distributed"
@@ -148,14 +155,14 @@ def mpiruns():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mpirun"), list(mpiruns()))
-def test_two_jobs_of_mpirun_at_once_on_one_machine_do_not_meet(here, tmp_path, name, mpirun):
+def test_two_jobs_of_mpirun_at_once_on_one_machine_do_not_meet(here, forked, tmp_path, name, mpirun):
     jobs = {0: tmp_path / "first", 10: tmp_path / "second"}
     commands = []
     for number, folder in jobs.items():
         folder.mkdir()
         # MPICH does not name its jobs, so only there each needs a port
         port = ["-genv", "MASTER_PORT", str(free_port())] if name == "MPICH" else []
-        commands.append([*here, *mpirun, *port, "-n", "2", sys.executable, WORKER, folder, number, "init"])
+        commands.append([*here, *mpirun, *port, "-n", "2", forked / "python", WORKER, folder, number, "init"])
     run(*commands)
     for number, folder in jobs.items():
         assert reports(folder) == of_one_world(PAIR, name, "shared", 2.0 * number + 1.0)

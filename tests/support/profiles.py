@@ -3,6 +3,6 @@
 
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", settings.get_profile("busy"), max_examples=3_000, print_blob=True)
+settings.register_profile("busy", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("busy"), max_examples=1_800, print_blob=True)
 settings.load_profile("busy")
