@@ -22,7 +22,6 @@ from commrt.proof.spec import all_reduce
 from commrt.runtime import prepared
 from commrt.runtime.executor import bind
 from commrt.runtime.prepared_runs import PreparedRuns
-from commrt.runtime.renewed import Renewed
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 from commrt.transport.local import Fabric, LocalTransport
@@ -213,19 +212,13 @@ def test_what_is_bound_is_refused_inside_join_and_after_close(world):
 
 
 def test_what_was_bound_in_another_generation_is_bound_anew(runs, world):
-    buffer, memories = torch.zeros(10), ["old"]
-    renewed = Renewed(world, memories.pop)
+    buffer = torch.zeros(10)
     runs.run(RING, buffer, NOW)
     before = runs.known(RING, buffer)
-    assert renewed.current() == "old"
     world.membership.number = 1
     assert runs.known(RING, buffer) is None
     runs.run(RING, buffer, NOW)
     assert runs.known(RING, buffer) not in (None, before)
-    with pytest.raises(IndexError):
-        renewed.current()
-    memories.append("new")
-    assert renewed.current() == "new"  # though the first try failed
 
 
 def test_a_buffer_that_dies_takes_its_own_programs_only(runs):

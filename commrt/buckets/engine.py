@@ -149,7 +149,6 @@ class Engine:
         """Carry `buckets` from now on; nothing may be in flight."""
         self.buckets = buckets
         self._binding = Binding(self.world, buckets, unpacks=self.unpacks)
-        self._made_in = self.world.membership.number  # the generation
         self.order.use([bucket.names for bucket in buckets])
         self.forget()
 
@@ -158,7 +157,7 @@ class Engine:
         """False if a new generation of ranks needs other buckets: a broken peer may still read
         these.
         """
-        return self._made_in == self.world.membership.number
+        return self._prepared.is_current
 
     def forget(self) -> None:
         """Forget earlier steps: ranks that took part in different ones would remember different

@@ -24,7 +24,6 @@ from commrt.errors import UsageError
 from commrt.runtime.init import current
 from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import Prepared
-from commrt.runtime.renewed import Renewed
 from commrt.runtime.world import World
 from commrt.store.parsing import MALFORMED, parse_int, require
 from commrt.threads.future import Future
@@ -88,7 +87,8 @@ class RingShuffle:
         self._order = lru_cache(2)(self._order_of)
         # of the latest exchange; only the communication thread writes it later, and `_prepared`
         self._generation = self._world.membership.number
-        self._buffers = Renewed(self._world, self._new_buffers)
+        # of the thread that trains
+        self._buffers = Prepared[_Buffers](self._world, kept=1)
         self._prepared = Prepared[Exchange](self._world, kept=1)
         self._in_flight: _InFlight | None = None
         kinds = ", ".join(f"{field.dtype}{list(field.shape)}" for field in self._shard.fields)
@@ -173,7 +173,7 @@ class RingShuffle:
         # A smaller batch repeats its last sample, so that one exchange is bound for all.
         most = min(self._batch_size, len(self._shard))
         places = torch.cat([places, places[-1:].expand(most - len(places))])
-        buffers = self._buffers.current()
+        buffers = self._buffers.known() or self._buffers.keep(self._new_buffers())
         buffers.sent.fill(self._shard.batch(places))
         if self._world.membership.needed:
             raise UsageError(

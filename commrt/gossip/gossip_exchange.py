@@ -8,6 +8,7 @@ communication thread proves, binds and runs; it also follows the membership when
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import NamedTuple, cast
@@ -27,33 +28,27 @@ from commrt.program import Program, permuted_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import promise
 from commrt.runtime.executor import Scratch, bind
-from commrt.runtime.generation import Generation, Members
+from commrt.runtime.generation import Generation
 from commrt.runtime.membership import LOST
-from commrt.runtime.prepared import Prepared
 from commrt.runtime.reading import bind_reading, bind_receiving
 from commrt.runtime.world import World
 from commrt.schedule import IntArray, Schedule
 from commrt.threads.recording import NOTHING, Fact, within_range
-from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Window
 
-KEPT = 64
-"""Schedules whose programs are kept, with all messages that they are bound to."""
+PROVEN_KEPT = 64
+"""Schedules that count as proven."""
 
 
 class BoundExchange(NamedTuple):
-    """How one program exchanges one message."""
+    """How this rank's part in a schedule exchanges one message."""
 
     run: Callable[[Tag], object]
     nbytes_sent: int = 0
     share: float = 0.0
     """The weight of what is received; 0 if nothing is."""
-
-
-class _Round(NamedTuple):
-    """This rank's part in a schedule."""
-
-    program: Program
-    exchanges: dict[Message, BoundExchange]
+    sources: Sequence[int] = ()
+    """The ranks from which it comes."""
 
 
 def _nothing(_: Tag) -> None:
@@ -61,6 +56,15 @@ def _nothing(_: Tag) -> None:
 
 
 NOTHING_DONE = BoundExchange(_nothing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Who gossips in a generation, and by which schedules."""
+
+    generation: int
+    ranks: IntArray
+    algorithm: Gossip
 
 
 class GossipExchange:
@@ -72,9 +76,9 @@ class GossipExchange:
     When a rank is lost, the others form a new generation. It starts at the latest step of all its
     members. A member that has not reached that step trains alone until then.
 
-    From `share` to `release` the communication thread alone changes the members, their algorithm
-    and all that is bound for them; the thread that trains reads `members` and, in `steps_to_all`,
-    the algorithm. Written here of others: the fields of a `Message` that it names,
+    From `share` to `release` the communication thread alone changes the fields: the group of the
+    generation, and all that is bound for it. The thread that trains reads the group in
+    `steps_to_all`. Written here of others: the fields of a `Message` that it names,
     `WeightBucket.in_flight` and `sent`, and of the membership its `failures` and, by its methods,
     which steps were submitted and have begun.
     """
@@ -82,38 +86,29 @@ class GossipExchange:
     def __init__(self, world: World, algorithm: Gossip, number: int) -> None:
         self._world = world
         self._attached = algorithm
-        self._algorithm = algorithm  # among the members
         self._number = number
-        # the numbers of the generations of the members, and in which peers may read messages
-        self._generation = -1
-        self._shared = -1
-        self.members: Members = ()
-        """The ranks that exchange now; none before `prove`."""
-        self._ranks: IntArray = np.arange(0)
-        self._prove = lru_cache(KEPT)(self._prove_anew)
-        self._prepared = Prepared[_Round](world, KEPT)
+        self._prove = lru_cache(PROVEN_KEPT)(self._prove_anew)
+        # of `sent` and `received` of each message, where peers of the generation can read them
+        self._windows: dict[Message, Sequence[Window]] = {}
         self._scratch = Scratch()
-        self._round_at = lru_cache(1)(self._find_round)
+        self._program_at = lru_cache(1)(self._find_program)  # each bucket of a step asks
+        self._adopt(world.membership.generation)
 
-    def prove(self) -> Schedule:
-        """Prove the exchanges of a period, and return the first."""
-        self._adopt(self._world.membership.generation)
-        return self._algorithm.schedule(0, len(self.members))
+    def schedule(self, step: int) -> Schedule:
+        """Return the schedule of `step` among the members."""
+        return self._group.algorithm.schedule(step, len(self._group.ranks))
 
     def _adopt(self, generation: Generation) -> None:
+        """Prove the exchanges of a period among the members of `generation`, which runs now."""
         self.release()  # it was bound to connections of another generation
-        self._generation = generation.number
-        self.members = generation.ranks
-        self._ranks = np.array(self.members)
-        ranks = len(self.members)
-        self._algorithm = (
-            self._attached.among(ranks) if ranks != self._world.founders else self._attached
-        )
-        for step in range(self._algorithm.period(ranks)):
-            self._prove(_unrenamed(self._algorithm.schedule(step, ranks))[0])
+        ranks = len(generation.ranks)
+        algorithm = self._attached.among(ranks) if ranks != self._world.founders else self._attached
+        self._group = _Group(generation.number, np.array(generation.ranks), algorithm)
+        for step in range(algorithm.period(ranks)):
+            self._prove(_unrenamed(self.schedule(step))[0])
 
     def _prove_anew(self, schedule: Schedule) -> None:
-        prove(schedule, promise(self._algorithm, schedule))
+        prove(schedule, promise(self._group.algorithm, schedule))
 
     def share(self, buckets: Sequence[WeightBucket]) -> None:
         """Let partners of this host read the messages of `buckets`, where they can; collective.
@@ -122,14 +117,13 @@ class GossipExchange:
         """
         if self._world.size == 1:
             return
-        self._shared = self._generation
         messages = [message for bucket in buckets for message in bucket.messages()]
         buffers = [buffer for message in messages for buffer in (message.sent, message.received)]
         windows = self._world.comm_thread.submit(
             lambda: self._world.transport.share(buffers)
         ).result()
         for number, message in enumerate(messages):
-            message.windows = windows[2 * number : 2 * number + 2]
+            self._windows[message] = windows[2 * number : 2 * number + 2]
 
     def steps_to_all(self) -> int:
         """Return after how many steps all ranks know what one passes on.
@@ -141,11 +135,12 @@ class GossipExchange:
         """
         places = self._world.size
         founders = self._world.founders
-        staleness = self._algorithm.staleness
+        group = self._group
+        staleness = group.algorithm.staleness
         if places > founders:
             rounds = self._attached.among(places).period(places)
             return 2 * rounds * (rounds + 3 + staleness) + 1
-        rounds = self._algorithm.period(len(self.members))
+        rounds = group.algorithm.period(len(group.ranks))
         return rounds * (rounds + 3 + staleness) + 1
 
     def send(self, bucket: WeightBucket, step: int, stop: Stop) -> None:
@@ -172,8 +167,8 @@ class GossipExchange:
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""
         self._prove.cache_clear()
-        self._round_at.cache_clear()
-        self._prepared.forget()
+        self._program_at.cache_clear()
+        self._windows = {}
         self._scratch = Scratch()
 
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
@@ -181,31 +176,29 @@ class GossipExchange:
         begin_s = perf_counter()
         membership = self._world.membership
         done = NOTHING_DONE
-        sources = list[int]()
         listener = self._world.comm_thread.listener
         facts: dict[str, Fact] = {"number": bucket, "step": step, "algorithm": "gossip"}
         with NOTHING if listener is None else within_range(listener, "bucket", **facts):
             if bucket == 0:
                 membership.start_no_earlier(step + 1)
             if (generation := membership.generation).start <= step:
-                if generation.number != self._generation:
+                if generation.number != self._group.generation:
                     self._adopt(generation)
-                mine = self._round_at(step)
                 try:
-                    if mine.program.hops:
-                        done = self._exchange(mine, message, Tag(step, bucket))
-                    sources = [leg.peer for hop in mine.program.hops for leg in hop.recvs]
+                    done = self._exchange(message, Tag(step, bucket))
                 except LOST as failure:
                     membership.recover(failure)
         return Received(
-            Span(bucket, begin_s, perf_counter(), done.nbytes_sent), done.share, sources
+            Span(bucket, begin_s, perf_counter(), done.nbytes_sent), done.share, done.sources
         )
 
-    def _exchange(self, mine: _Round, message: Message, tag: Tag) -> BoundExchange:
+    def _exchange(self, message: Message, tag: Tag) -> BoundExchange:
         """Exchange `message`, and check what came; return the exchange."""
-        if message not in mine.exchanges:
-            mine.exchanges[message] = self._bind(mine.program, message)
-        exchange = mine.exchanges[message]
+        program = self._program_at(tag.step)
+        if not program.hops:
+            return NOTHING_DONE
+        # anew in each step, as ranks change places
+        exchange = self._bind(program, message)
         if message.said is not None:
             if message.digests is not None:
                 message.said.add_digest(message.digests[0])
@@ -225,30 +218,26 @@ class GossipExchange:
         if message.digests is not None:
             said = cast("Riders", message.heard).read()["digest"][0]
             if int(said) != message.digests[1].now():
-                peers = [leg.peer for hop in mine.program.hops for leg in hop.recvs]
+                peer = exchange.sources[0]
                 raise DisagreementError(
-                    f"watch: in step {tag.step} other weights came from rank {peers[0]} than it"
+                    f"watch: in step {tag.step} other weights came from rank {peer} than it"
                     " sent: bits were flipped on the way; look at the network between these ranks,"
                     " and start again from a checkpoint"
                 )
         return exchange
 
-    def _find_round(self, step: int) -> _Round:
+    def _find_program(self, step: int) -> Program:
         """Return this rank's part in `step`, the same for all buckets."""
-        schedule = self._algorithm.schedule(step, len(self.members))
-        found = self._prepared.known(schedule)
-        if found is not None:
-            return found
-        proven, order = _unrenamed(schedule)
+        proven, order = _unrenamed(self.schedule(step))
         self._prove(proven)
-        rank, places = self._world.rank, self._world.size
-        program = permuted_program(proven, self._ranks[order], rank, places)
-        return self._prepared.keep(_Round(program, {}), schedule)
+        players = self._group.ranks[order]
+        return permuted_program(proven, players, self._world.rank, self._world.size)
 
     def _bind(self, program: Program, message: Message) -> BoundExchange:
         transport = self._world.transport
-        within = self._algorithm.within
-        windows = message.windows if self._generation == self._shared else ()
+        within = self._group.algorithm.within
+        windows = self._windows[message] if message in self._windows else ()  # noqa: SIM401  # a call less
+        sources = [leg.peer for hop in program.hops for leg in hop.recvs]
         if within == 1:  # received apart, as mixing on the wire would round to the wire's dtype
             (hop,) = program.hops
             sends = [P2PMessage(leg.peer, message.sent) for leg in hop.sends]
@@ -258,7 +247,7 @@ class GossipExchange:
             exchange = (
                 bind_receiving(group, windows[0], transport) if windows else transport.bind(group)
             )
-            return BoundExchange(exchange, nbytes_sent, hop.recvs[0].weight)
+            return BoundExchange(exchange, nbytes_sent, hop.recvs[0].weight, sources)
         if windows:
             bound = bind_reading(
                 program, message.received, windows[1], transport, scratch=self._scratch
@@ -272,7 +261,7 @@ class GossipExchange:
             torch.mul(message.sent, 1 / within, out=message.received)
             bound.run(tag, self._world.comm_thread.listener)
 
-        return BoundExchange(run, bound.nbytes_sent, 1.0)
+        return BoundExchange(run, bound.nbytes_sent, 1.0, sources)
 
 
 def _unrenamed(schedule: Schedule) -> tuple[Schedule, IntArray]:

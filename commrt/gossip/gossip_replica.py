@@ -61,7 +61,7 @@ def attach(request: Request) -> Replica:
             " round them to it; leave wire out"
         )
     return request.open(
-        exchange.prove(),
+        exchange.schedule(0),
         buckets,
         partial(GossipReplica, request, exchange, buckets),
         prepare=partial(exchange.share, buckets),
@@ -142,7 +142,7 @@ class GossipReplica(AfterStepReplica):
             for bucket in self.buckets:
                 self._mix(bucket, self._staleness)
             if self._spans:  # of the step before
-                self._close_report(step - 1, self._exchange.members)
+                self._close_report(step - 1, self._world.membership.ranks)
             for bucket in self.buckets:
                 self._exchange.send(bucket, step, self._stop)
                 bucket.note()
@@ -196,7 +196,7 @@ class GossipReplica(AfterStepReplica):
         for bucket in self.buckets:
             self._mix(bucket, 0)
         if self._spans:
-            self._close_report(self._clock.step - 1, self._exchange.members)
+            self._close_report(self._clock.step - 1, self._world.membership.ranks)
 
     def _take_from_first(self, *, buffers_only: bool = False) -> None:
         self.drain()

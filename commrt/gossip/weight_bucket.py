@@ -26,10 +26,9 @@ from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import Packing
-from commrt.runtime.renewed import Renewed
+from commrt.runtime.prepared import Prepared
 from commrt.runtime.world import World
 from commrt.threads.future import Future
-from commrt.transport.protocol import Window
 
 SOON_S = 0.05
 """An exchange that takes longer may wait for a rank that will not come."""
@@ -48,15 +47,14 @@ class Received(NamedTuple):
 class Message:
     """Memory for one exchange: `sent` and `received` are [layout.numel] of the wire's dtype.
 
-    `GossipExchange` sets `windows` once, and `step` and `answer` each time when it sends. Until the
-    answer is there, `sent` and `received` are the communication thread's.
+    `GossipExchange` sets `step` and `answer` when it sends. Until the answer is there, `sent` and
+    `received` are the communication thread's.
     """
 
     sent: Tensor
     received: Tensor
     packing: Packing
     """Packs to and from `sent`."""
-    windows: Sequence[Window] = ()  # of `sent` and `received`, where peers can read them
     said: Riders | None = None
     """What rides with `sent`; one slot, as messages of gossip are not added up."""
     heard: Riders | None = None
@@ -107,7 +105,8 @@ class WeightBucket(WeightPart):
         """True if the wire is narrower than the weights."""
         self._allocate = world.transport.allocate_shared
         self._at_once = messages
-        self._messages = [Renewed(world, self._message) for _ in range(messages)]
+        # anew in each generation: after connections broke, a peer may still read what was sent
+        self._messages = Prepared[Message](world, messages)
         self.messages()  # makes them now, as a GPU may have to wait
         self.in_flight: deque[Message] = deque()
         """`mix` takes them out, `GossipReplica.detach` drops them."""
@@ -115,9 +114,12 @@ class WeightBucket(WeightPart):
 
     def messages(self) -> list[Message]:
         """Return the memory of all messages, of which none is in flight."""
-        return [message.current() for message in self._messages]
+        return [self._message(number) for number in range(self._at_once)]
 
-    def _message(self) -> Message:
+    def _message(self, number: int) -> Message:
+        return self._messages.known(number) or self._messages.keep(self._new_message(), number)
+
+    def _new_message(self) -> Message:
         like = self._tensors()
         sent = self._allocate(self._layout.numel, self._wire, like[0].device)
         received = self._allocate(self._layout.numel, self._wire, like[0].device)
@@ -145,7 +147,8 @@ class WeightBucket(WeightPart):
 
     def pack(self, header: Header) -> Message:
         """Write the weights to a message not in flight, and return it; GPUs in stream order."""
-        message = self._messages[self.sent % self._at_once].current()
+        number = self.sent % self._at_once
+        message = self._messages.known(number) or self._message(number)
         message.packing.pack(self._tensors(), 1.0, encode(header))
         return message
 

@@ -43,6 +43,6 @@ def attach(request: Request) -> Replica:
         engine.buckets,
         partial(GrowingReplica if grows else LocalReplica, request, exchange),
         # before the replica: from then on the world goes on without lost ranks
-        prepare=lambda: engine.submit_preparation(0, exchange.members).result(),
+        prepare=lambda: engine.submit_preparation(0, request.world.membership.ranks).result(),
         come=GrowingReplica.come if grows else None,
     )

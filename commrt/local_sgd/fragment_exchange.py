@@ -11,7 +11,7 @@ leaves is held back: ranks learn of a loss at different times.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -31,7 +31,7 @@ from commrt.local_sgd.fragment import Fragment
 from commrt.local_sgd.fragment_buckets import fragment_buckets
 from commrt.local_sgd.in_flight import InFlight, Submitted
 from commrt.local_sgd.policy import LocalSGD
-from commrt.runtime.generation import Generation, Members
+from commrt.runtime.generation import Generation
 from commrt.runtime.membership import LOST
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
@@ -65,8 +65,6 @@ class FragmentExchange:
         """How often each fragment was to be sent, which numbers its votes; written here only."""
         # the generation of the latest average that all ranks have
         self._agreed = self._world.membership.number
-        self.members: Members = tuple(range(self._world.founders))
-        """The ranks whose differences the next exchange averages; written here only."""
         self._buckets = fragment_buckets(self._request, self.fragments)
         buckets = [*chain.from_iterable(self._buckets)]
         self.engine = Engine(self._world, self.algorithm.inner, buckets)
@@ -78,9 +76,8 @@ class FragmentExchange:
         membership = self._world.membership
         return membership.barrier if isinstance(membership, ElasticMembership) else None
 
-    def go_on_with(self, members: Iterable[int], votes: int) -> None:
-        """Go on as one of the `members`, which has sent the only fragment `votes` times."""
-        self.members = tuple(members)
+    def go_on_after(self, votes: int) -> None:
+        """Go on where the only fragment was sent `votes` times; for a rank that comes."""
         self.votes[0] = votes
 
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
@@ -105,7 +102,7 @@ class FragmentExchange:
     def _submit(
         self, fragment: Fragment, in_flight: InFlight, generation: Generation, vote: str
     ) -> Future[tuple[Span, ...]]:
-        """Begin an attempt to average what `fragment` holds among `members`.
+        """Begin an attempt to average what `fragment` holds among the ranks of `generation`.
 
         The first one keeps the residuals in `in_flight`, each other one begins from those.
         """
@@ -130,7 +127,6 @@ class FragmentExchange:
             buckets=buckets,
             step=in_flight.step,
             generation=generation,
-            members=self.members,
             exchange=exchange,
             watched=watched,
             vote=vote,
@@ -145,7 +141,6 @@ class FragmentExchange:
         buckets: Sequence[GradientBucket],
         step: int,
         generation: Generation,
-        members: Members,
         exchange: int,
         watched: Digest | None,
         vote: str,
@@ -156,6 +151,7 @@ class FragmentExchange:
         self._world.membership.start_no_earlier(step)
         if watched is not None:
             cast("WeightWatch", buckets[0].watch).begin(watched)
+        members = generation.ranks
         spans = [self.engine.reduce_now(bucket, exchange, members) for bucket in buckets]
         barrier = self._barrier
         if vote and barrier is not None:
@@ -207,8 +203,7 @@ class FragmentExchange:
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
         """Average again over the ranks left; return the number of the generation that did so."""
         generation = self._world.membership.generation
-        self.members = generation.ranks
-        self.engine.use_algorithm(self.algorithm.among(len(self.members)))
+        self.engine.use_algorithm(self.algorithm.among(len(generation.ranks)))
         if not self.engine.is_current:
             residuals = self.engine.residuals()
             self._buckets = fragment_buckets(self._request, self.fragments)

@@ -46,7 +46,7 @@ class GrowingReplica(LocalReplica):
     rank that comes (`come`); `_follow`, there and where `_keeps_taken_state` takes the state again;
     and in hooks of a backward pass, on its thread, `_may_give` and `_record`, where a rank asks.
 
-    It writes what comes to the fragment, its weights included, to `_seen` and, by `go_on_with`, to
+    It writes what comes to the fragment, its weights included, to `_seen` and, by `go_on_after`, to
     the exchange. Of others it sets `ElasticMembership.while_waiting`, called on the thread that
     trains.
     """
@@ -96,7 +96,6 @@ class GrowingReplica(LocalReplica):
             "step": self._clock.step - ahead,
             "fragment": state,
             "votes": self._exchange.votes[0] - ahead,
-            "members": [*self._exchange.members],
         }
 
     def _follow(self, record: Mapping[str, Any]) -> None:
@@ -106,6 +105,6 @@ class GrowingReplica(LocalReplica):
         fragment.check_state(state)
         fragment.load_state_dict({**state, "left": min(state["left"], record["step"])})
         fragment.land()
-        self._exchange.go_on_with(map(int, record["members"]), votes=int(record["votes"]))
+        self._exchange.go_on_after(int(record["votes"]))
         self._seen[0] = self._own_steps
         super()._follow(record)

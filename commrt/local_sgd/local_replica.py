@@ -86,7 +86,7 @@ class LocalReplica(AfterStepReplica):
                 if not self._local.delay_at(self._clock.step):
                     self._merge(fragment, in_flight, at_once=True)
         self._noted.pop(self._clock.step, None)
-        self._close_report(self._clock.step - 1, self._exchange.members)
+        self._close_report(self._clock.step - 1, self._world.membership.ranks)
 
     def _in_flight(self) -> list[tuple[Fragment, InFlight]]:
         return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
@@ -138,7 +138,7 @@ class LocalReplica(AfterStepReplica):
 
     def _account(self) -> None:
         """Add what exchanges between steps have cost to the totals."""
-        self._close_report(self._clock.step, self._exchange.members, steps=0)
+        self._close_report(self._clock.step, self._world.membership.ranks, steps=0)
 
     def consolidate(self) -> None:
         """End the period: set the weights to the anchor, bitwise equal on all ranks; collective.

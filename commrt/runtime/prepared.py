@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared exchanges: proven, compared by ranks and bound to memory when new, then only run.
+"""What is made once and belongs to a generation of ranks: bound exchanges, and memory to send from.
 
-Here they are found, kept and forgotten; their users do the rest. See `Prepared` for threads.
+Exchanges are proven, compared by ranks and bound to memory when they are new, then only run. Here
+they are found, kept and forgotten; their users do the rest. See `Prepared` for threads.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class Prepared(Generic[T]):
     The ranks of a claim compare, remember and forget the same claims in the same order, whatever
     each of them has bound: when claims are forgotten, so is all that is bound, so what is bound was
     compared. A new generation has other connections, and perhaps a rank that was not there before:
-    it begins with nothing.
+    it begins with nothing. Memory to send from is kept here, too: after connections broke, a peer
+    may still read what it was sent.
 
-    The communication thread, or one that has its turn, alone writes here, but for what says
-    otherwise; `known` is for any thread.
+    One thread writes here, but for what says otherwise: of exchanges the communication thread, or
+    one that has its turn. `known` is for any thread.
     """
 
     def __init__(self, world: HasMembership, kept: int = KEPT) -> None:

@@ -166,21 +166,26 @@ def local_once(tell, steps, every):
     with opened(tell, 2) as world:
         trainee = trainee_of(world, LocalSGD(4))
         replica, first, sent = trainee.replica, trainee.replica.step, {}
-        seen, exchange = look_at(trainee.model), replica._exchange
-        send = exchange.send
+        seen, exchange, averaged = look_at(trainee.model), replica._exchange, []
+        send, receive = exchange.send, exchange.receive
 
         def note(fragment, in_flight):
             sent[in_flight.step] = seen()
             send(fragment, in_flight)
 
-        exchange.send = note
+        def note_ranks(fragment, in_flight):
+            arrived = receive(fragment, in_flight)
+            averaged[:] = arrived.generation.ranks
+            return arrived
+
+        exchange.send, exchange.receive = note, note_ranks
         loop, is_over = Loop(tell, world, replica, steps, every), False
         while not is_over:
             step = replica.step
             backward(trainee.model, world.rank, step)
             trainee.optimizer.step()
             if step + 1 in sent:
-                tell(("merged", step + 1, sent[step + 1], seen(), exchange.members))
+                tell(("merged", step + 1, sent[step + 1], seen(), tuple(averaged)))
             is_over = not loop.goes_on()
         return ended(trainee, first)
 
