@@ -4,6 +4,7 @@
 import re
 from copy import deepcopy
 from threading import Event
+from time import monotonic
 from unittest.mock import patch
 
 import pytest
@@ -155,12 +156,14 @@ def test_a_slow_backward_pass_under_early_calls_nobody_to_a_new_generation(monke
     assert run_ranks(2, body) == [(True, 0), (True, 0)]
 
 
-def test_ranks_that_call_each_other_out_of_slow_reductions_go_on(monkeypatch):
-    monkeypatch.setattr(stall, "STALLED_S", 1e-3)
-    reduce_now, calls = Engine.reduce_now, ATTEMPTS + 2
+def test_ranks_that_call_each_other_out_of_slow_reductions_wait_longer_each_time(monkeypatch):
+    monkeypatch.setattr(stall, "STALLED_S", 0.02)
+    reduce_now, took_s, most = Engine.reduce_now, 0.3, 40
 
     def slow(engine, bucket, step, members):
-        while step == 1 and engine.world.membership.number < calls and not engine.world.membership.is_called:
+        begin_s = monotonic()
+        membership = engine.world.membership
+        while step == 1 and monotonic() - begin_s < took_s and not membership.is_called and membership.number < most:
             Event().wait(0.01)
         return reduce_now(engine, bucket, step, members)
 
@@ -169,10 +172,13 @@ def test_ranks_that_call_each_other_out_of_slow_reductions_go_on(monkeypatch):
         replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(0, commrt.Ring()), world=world)
         model(torch.ones(1, 3)).sum().backward()
         model(torch.ones(1, 3)).sum().backward()
-        return replica.last.counted
+        return replica.last.counted, world.membership.number
 
     monkeypatch.setattr(Engine, "reduce_now", slow)
-    assert run_ranks(2, body) == [True, True]
+    (counted, number), other = run_ranks(2, body)
+    assert other == (counted, number)
+    assert counted
+    assert ATTEMPTS < number < most
 
 
 def test_one_rank_alone_is_legal():
