@@ -118,6 +118,8 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     """Train from the checkpoint, or from the start."""
     options = parse_options()
+    asked: list[int] = []  # Slurm and Kubernetes may send it during a long start, too
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     with commrt.init() as world:  # after an error, it tells the other ranks at once
         device = world.device
         dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
@@ -131,13 +133,14 @@ def main() -> None:
         scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
         shares = commrt.Shares(train, options.batch * options.accumulate)  # of this rank, per step
         replica = commrt.attach(model, optimizer, also=[rate, scaler, shares])
-        ema = AveragedModel(
-            model, multi_avg_fn=get_ema_multi_avg_fn(0.98)
-        )  # begins with rank 0's weights
+        # It begins with rank 0's weights. Only validation runs it, so dropout is off.
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98)).eval()
         loader = DataLoader(train, batch_sampler=shares, collate_fn=batch_of)
 
-        parts = {"replica": replica, "model": model, "optimizer": optimizer, "rate": rate}
-        parts |= {"scaler": scaler, "ema": ema, "shares": shares}
+        parts = {
+            **{"replica": replica, "model": model, "optimizer": optimizer, "rate": rate},
+            **{"scaler": scaler, "ema": ema, "shares": shares},
+        }
         options.folder.mkdir(parents=True, exist_ok=True)
         checkpoint = options.folder / "checkpoint.pt"
         found = checkpoint.exists()
@@ -147,11 +150,12 @@ def main() -> None:
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
             print(f"rank {world.rank} goes on after step {replica.step}", flush=True)
-        signal.signal(signal.SIGTERM, lambda *_: replica.stop())  # Slurm and Kubernetes send it
 
         while replica.step < options.steps and not replica.stopping:
             for codes in shares.batches(loader, replica):
                 passes = codes.to(device).split(options.batch)
+                if asked:
+                    replica.stop()
                 accumulate(replica, passes, scaler, dtype)
                 # Gradients are averaged now. An infinite one is infinite on all ranks, so all
                 # skip the same step.

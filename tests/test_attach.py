@@ -148,12 +148,16 @@ def test_what_an_algorithm_cannot_do_is_refused_with_a_sentence(world, algorithm
 
 @on_ranks(2)
 def test_a_schedule_that_is_made_anew_in_each_step_is_told_of_once(world, caplog):
+    row = torch.ones(4)
     model, anew = net(), SimpleNamespace(schedule=lambda _, ranks: ring.all_reduce(ranks).named("mine"))
     commrt.attach(model, algorithm=anew, world=world)
     for step in range(3):
         backward(model, world.rank, step)
+        world.run(anew.schedule(step, 2), row)
+        world.all_reduce(row, algorithm=anew)
     world.barrier()
-    assert caplog.text.count("makes the schedule mine anew") == 1
+    told = [record.args[0] for record in caplog.records if "makes the schedule mine anew" in record.message]
+    assert sorted(map(str, told)) == sorted([str(anew), str(anew), "the caller of world.run()"])
 
 
 @for_each("algorithm", [*BROKEN, *(LocalSGD(2, inner=each) for each in BROKEN[:2]), commrt.BackupWorkers(1, BROKEN[0])])

@@ -6,7 +6,6 @@ Gradients themselves it leaves alone. `Engine` says which thread calls what, and
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -33,6 +32,7 @@ from commrt.proof.summing import require_short_sums
 from commrt.runtime.executor import RunnableProgram
 from commrt.runtime.generation import Members
 from commrt.runtime.prepared import Prepared
+from commrt.runtime.remade_schedules import RemadeSchedules
 from commrt.runtime.wire import QuantizedWire
 from commrt.runtime.wire_carrier import StepQuantizer, carrier_of
 from commrt.runtime.world import World
@@ -41,7 +41,6 @@ from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, Fact, Recorder, within_range
 from commrt.transport.protocol import Tag
 
-_log = logging.getLogger("commrt")
 
 KEPT = 16
 """Schedules and members whose bound programs are kept."""
@@ -83,8 +82,7 @@ class Engine:
         self.world = world
         self.require_proven = lru_cache(PROVEN_KEPT)(self._prove)
         """Raises unless a schedule does what it must; sees each once."""
-        self._proven_last: Schedule | None = None
-        self._told_of_equals = False
+        self._remade = RemadeSchedules()
         self.own_weight = 1.0
         """What this rank's gradients weigh in a mean over ranks; the thread that trains sets it
         when a step begins.
@@ -118,22 +116,8 @@ class Engine:
         proof.prove(schedule, promise(self.algorithm, schedule))
         if self.buckets and (wire := self.buckets[0].quantized) is not None:
             require_short_sums(schedule, wire)
-        self._tell_of_equals(schedule)
-        self._proven_last = schedule
-
-    def _tell_of_equals(self, schedule: Schedule) -> None:
-        """Log once, on one rank, that a schedule just proven equals the one proven before it."""
-        last = self._proven_last
-        if last is None or self._told_of_equals or self.world.rank != self.world.members[0]:
-            return
-        if last.name == schedule.name and last.digest() == schedule.digest():
-            self._told_of_equals = True
-            _log.warning(
-                "commrt: %s makes the schedule %s anew: each object is proven and bound again,"
-                " which slows every step; return the same one, by functools.lru_cache",
-                self.algorithm,
-                schedule.name,
-            )
+        tells = self.world.rank == self.world.members[0]
+        self._remade.see(schedule, self.algorithm, tells=tells)
 
     def _find_round(self, step: int, members: Members) -> tuple[Schedule, Members]:
         """Return the schedule of `step`, and who plays it: of one that mixes and only renames the

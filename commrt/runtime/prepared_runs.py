@@ -21,6 +21,7 @@ from commrt.proof.replay import ends_alike
 from commrt.runtime.comparison import Claim
 from commrt.runtime.executor import BoundProgram, Scratch, bind, cut
 from commrt.runtime.prepared import HasMembership, Prepared
+from commrt.runtime.remade_schedules import RemadeSchedules
 from commrt.runtime.schedule_traits import SCHEDULES_KEPT, traits_of
 from commrt.runtime.tags import check_tag
 from commrt.schedule import ADD, MIX, Schedule, require_schedule
@@ -61,6 +62,7 @@ class PreparedRuns:
         self._world = world
         self._compare = compare
         self._scratch = Scratch()
+        self._remade = RemadeSchedules()
         self._prepared = Prepared[_Run](world, RUNS_KEPT)
 
     def known(self, schedule: Schedule, buffer: Tensor) -> BoundProgram | None:
@@ -100,6 +102,8 @@ class PreparedRuns:
         # it may be bound to memory that the buffer has left
         self._prepared.forget_one(schedule, ref(buffer))
         digest, ranks, _combines = traits_of(schedule)
+        tells = self._transport.rank == self._world.membership.ranks[0]
+        self._remade.see(schedule, "the caller of world.run()", tells=tells)
         self._require_members(schedule, ranks)
         if self._transport.rank in ranks:  # others need not come
             claim = Claim(ranks, f"{digest} {buffer.numel()} {buffer.dtype}")

@@ -34,6 +34,7 @@ from commrt.runtime.comparison import Claim
 from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind
 from commrt.runtime.generation import Members
 from commrt.runtime.prepared import KEPT, HasMembership, Prepared
+from commrt.runtime.remade_schedules import RemadeSchedules
 from commrt.runtime.schedule_traits import traits_of
 from commrt.runtime.sliced_sum import SlicedSum, bind_slices, slice_numel, travels_in_slices
 from commrt.runtime.wire import (
@@ -58,8 +59,8 @@ class Sums:
     """The all-reduces of one world.
 
     `run` and `repeat` send, on the communication thread or one that has its turn. `known`,
-    `schedule` and `remember` send nothing, on the thread that calls the world; `remember` alone of
-    them writes here. `require_no_mismatch` is for both; the world calls `forget` when no task runs.
+    `schedule` and `remember` send nothing, on the thread that calls the world; of what is here,
+    these two alone write which schedule was seen, and which call is remembered. `require_no_mismatch` is for both; the world calls `forget` when no task runs.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Sums:
         # each under what it was bound to (schedule, members, call), and there for `run`; also under
         # each kind of call that may repeat it (`_kind_of`); both are forgotten together
         self._prepared = Prepared[BoundSum](world, 2 * KEPT)
+        self._remade = RemadeSchedules()
         self._calls = count(1)  # so that random numbers of untagged calls differ
         self._memory = Scratch(self._allocate)
         self._unconfirmed: deque[tuple[BoundSum, Tag]] = deque(maxlen=UNCONFIRMED)
@@ -90,6 +92,8 @@ class Sums:
         schedule = _chosen(algorithm, call, len(members))
         if self._prepared.known(schedule, members, call) is None:
             _prove(schedule)
+            tells = self._transport.rank == members[0]
+            self._remade.see(schedule, algorithm, tells=tells)
             if is_quantized(call.wire):
                 require_short_sums(schedule, call.wire)
         return schedule
