@@ -138,8 +138,13 @@ def main() -> None:
         loader = DataLoader(train, batch_sampler=shares, collate_fn=batch_of)
 
         parts = {
-            **{"replica": replica, "model": model, "optimizer": optimizer, "rate": rate},
-            **{"scaler": scaler, "ema": ema, "shares": shares},
+            "replica": replica,
+            "model": model,
+            "optimizer": optimizer,
+            "rate": rate,
+            "scaler": scaler,
+            "ema": ema,
+            "shares": shares,
         }
         options.folder.mkdir(parents=True, exist_ok=True)
         checkpoint = options.folder / "checkpoint.pt"

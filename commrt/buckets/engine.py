@@ -41,7 +41,6 @@ from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, Fact, Recorder, within_range
 from commrt.transport.protocol import Tag
 
-
 KEPT = 16
 """Schedules and members whose bound programs are kept."""
 PROVEN_KEPT = 256

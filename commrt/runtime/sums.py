@@ -60,7 +60,8 @@ class Sums:
 
     `run` and `repeat` send, on the communication thread or one that has its turn. `known`,
     `schedule` and `remember` send nothing, on the thread that calls the world; of what is here,
-    these two alone write which schedule was seen, and which call is remembered. `require_no_mismatch` is for both; the world calls `forget` when no task runs.
+    these two alone write which schedule was seen, and which call is remembered.
+    `require_no_mismatch` is for both; the world calls `forget` when no task runs.
     """
 
     def __init__(
