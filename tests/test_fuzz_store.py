@@ -103,7 +103,7 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     met(progress.last)
     met(lambda: list(progress.outlast(0)))
     met(diagnose, store, 0, 2, PeerLost("gone", Place(0, 1)))
-    departures = shutdown_notices.ShutdownNotices(store, 0)
+    departures = shutdown_notices.ShutdownNotices(store, 0, 1.0)
     departures.find_early_leaver({1: 1})
     departures._reading.exception(5.0)
     departures.find_early_leaver({1: 1})

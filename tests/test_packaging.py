@@ -206,7 +206,7 @@ def test_mypy_finds_the_types_of_the_installed_package(environment):
     )
 
 
-# ``import commrt.c10d`` is enough to open a group, in any order with torch; ``import commrt`` imports no torch.
+# torch finds an installed commrt; ``import commrt.c10d`` is enough for one that is not; ``import commrt`` imports no torch.
 
 OPEN = """
 import torch.distributed as dist
@@ -226,7 +226,8 @@ def said(program, **environment):
 @pytest.mark.parametrize(
     "imports",
     [
-        "import commrt.c10d, torch",
+        "import commrt, torch",
+        "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import commrt.c10d, torch",
         "import commrt, torch, commrt.c10d, importlib; importlib.reload(commrt.c10d)",
         "import torch._dynamo, commrt.c10d; commrt.c10d.register()",
     ],

@@ -27,7 +27,7 @@ from commrt.elastic.listener import MESSAGE, Listener, send_message
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, UsageError
 from commrt.runtime import connection
 from commrt.store import records
-from commrt.store.client import TimedStore, call_store
+from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection
 from commrt.store.parsing import typed
 from commrt.store.records import gather, wait_until_read
 from commrt.store.reports import BROKEN_GRACE_S, GRACE_S, diagnose
@@ -137,6 +137,16 @@ def test_the_first_value_holds_and_every_waiting_rank_gets_it(use_libuv, dies):
     assert [set_and_wake(shelf, "word", each) for each in ("second" if dies else "first", "second")] == ["first"] * 2
     listener.join(LIMIT_S / 2)
     assert heard == [b"first"]
+
+
+def test_a_second_connection_to_a_store_that_is_gone_ends_in_time():
+    held = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", held.port, timeout=timedelta(seconds=LIMIT_S))
+    del held
+    begin_s = monotonic()
+    with pytest.raises((DeadlineExceeded, PeerLost), match="the process that holds the store"):
+        clone_connection(store, 0.1)
+    assert monotonic() - begin_s < LIMIT_S - ANSWER_S
 
 
 @pytest.mark.parametrize(

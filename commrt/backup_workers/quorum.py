@@ -193,7 +193,8 @@ class QuorumVote:
         self._are_too_few = self._were_too_few = False
         # so many have left that a step needs fewer gradients in the next generation
         self._must_reform = False
-        self._connection = clone_connection(store)  # for requests that may wait long
+        # for requests that may wait long
+        self._connection = clone_connection(store, self._member.timeout_s())
         if self._connection is not store:
             self._connection.set_timeout(STORE_WAIT)
         self._store.compare_set(OLDEST_STEP, "", "0")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend of torch.distributed: ``import commrt.c10d``, then ``init_process_group("commrt")``.
+"""A backend of torch.distributed: ``init_process_group("commrt")``.
 
 DDP, FSDP2, DTensor, DeviceMesh and everything else that uses torch.distributed then runs on
-commrt's schedules. The import tells torch of the backend, for the whole process. torch 2.14 and
-later find an installed commrt by its entry point, without the import.
+commrt's schedules. The import of this package tells torch of the backend, for the whole process.
+torch does that itself where commrt is installed, through an entry point.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def register() -> None:
     """Tell torch.distributed, if this torch has that, of the backend, unless that was done."""
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:  # noqa: SLF001  # torch refuses a second one
         return
-    devices = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
+    devices = ["cpu", "cuda"]  # as of Gloo: to count GPUs while torch is imported may start CUDA
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 

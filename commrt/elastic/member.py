@@ -72,7 +72,7 @@ class Member:
         on_roll_call: Callable[[int], None] = lambda _: None,
     ) -> None:
         # A connection of its own, as the first one may wait long for peers to connect.
-        self.store = TimedStore(clone_connection(store), rank, timeout_s)
+        self.store = TimedStore(clone_connection(store, timeout_s()), rank, timeout_s)
         self.roster = Roster(self.store, rank, founders)
         self.processes = Processes(self.store, rank, host, timeout_s)
         self.rank = rank
@@ -391,7 +391,7 @@ class Member:
     def _start(self) -> None:
         self._watched = self.generation.number + 1
         name = f"commrt-rank{self.rank}-membership"
-        store = clone_connection(self.store.connection)
+        store = clone_connection(self.store.connection, self.timeout_s())
         self._watcher = start_thread(self._watch, name, store)
 
     def _watch(self, store: Store) -> None:

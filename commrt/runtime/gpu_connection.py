@@ -107,7 +107,7 @@ def connect_gpu_of(
 
     `name` is one that was not used before. Collective.
     """
-    store = PrefixStore(name, clone_connection(world.store))
+    store = PrefixStore(name, clone_connection(world.store, world.timeout_s))
     on_late = world.ending.on_late_failure
     return connect_gpu(store, world.rank, members, world.timeout_s, device, on_late)
 

@@ -240,7 +240,7 @@ def _connected(
 ) -> tuple[Transport, Start]:
     """Connect `members` for generation `generation`, and return what they told each other."""
     # an earlier attempt may still wait on the first
-    ours = clone_connection(store) if generation else store
+    ours = clone_connection(store, timeout_s) if generation else store
     part = PrefixStore(f"generation {generation}", ours)
     start = compare_starts(part, rank, members, timeout_s, ("init(up_to=)", str(up_to)))
     return connect_hosts(part, rank, start, timeout_s), start

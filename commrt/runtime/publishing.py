@@ -43,7 +43,7 @@ class Publisher:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._store = clone_connection(base_of(world.store))
+        self._store = clone_connection(base_of(world.store), world.timeout_s)
         self._host = socket.gethostname()
         self._number = 0
         self._since = (-1, 0.0)  # the number of steps, and when it was first seen

@@ -105,10 +105,14 @@ class TimedStore:
             raise
 
 
-def clone_connection(store: Store) -> Store:
-    """Return a second connection to `store`, if torch can: requests on one connection queue."""
+def clone_connection(store: Store, timeout_s: float) -> Store:
+    """Return a second connection to `store`, if torch can: requests on one connection queue.
+
+    Raises `DeadlineExceeded` or `PeerLost` if nobody holds the store any more; torch itself tries
+    for minutes to reach it.
+    """
     with suppress(AttributeError, RuntimeError):
-        another: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub is behind
+        another: Store = call_store(store.clone, timeout_s)  # type: ignore[attr-defined]  # torch's stub is behind
         return another
     return store
 

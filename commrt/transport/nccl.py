@@ -64,7 +64,7 @@ class NcclTransport(Transport):
         )
         self._binding = load() if binding is None else binding
         streams = streams_of(self.device)
-        notices = ShutdownNotices(store, rank)
+        notices = ShutdownNotices(store, rank, timeout_s)
         communicator = create(store, rank, members, timeout_s, self.device, streams, self._binding)
         self.watch = GroupWatch(
             rank, members, timeout_s, streams, communicator, notices, on_failure

@@ -229,7 +229,7 @@ def connect(
     Raises `UsageError` where they cannot and COMMRT_TRANSPORT asks for it.
     """
     host = host_identity() or f"none that rank {rank} can share"
-    peers_store = PrefixStore("peers", clone_connection(store))
+    peers_store = PrefixStore("peers", clone_connection(store, timeout_s))
     mapped = MappedMemory(peers_store, rank, members, timeout_s, IpcMemory(device), host)
     nccl_store = PrefixStore("nccl", store)
     try:

@@ -33,8 +33,8 @@ class ShutdownNotices:
     and counts none. `announce` is for any thread, `find_early_leaver` for the watchdog.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store = clone_connection(store)
+    def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
+        self._store = clone_connection(store, timeout_s)
         self._rank = rank
         self._known: dict[int, Counts] = {}  # written by the thread that reads
         self._asked: set[int] = set()

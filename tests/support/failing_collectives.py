@@ -116,7 +116,7 @@ def stopped_in_a_question(tell, victim, timeout_s):
     one_step(model, optimizer, world.rank, 1)
     if world.rank == victim:
         world.store.set("awake", "")
-    clone_connection(world.store).get("awake")
+    clone_connection(world.store, 10.0).get("awake")
     replica.consolidate()
     equal = replica.replicas_equal()
     world.close()
@@ -126,7 +126,7 @@ def stopped_in_a_question(tell, victim, timeout_s):
 def late_beside_a_stopped_one(tell, timeout_s):
     """Let rank 0 be late while the rank whose state it would copy first is stopped; the others wait for rank 0."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    store = clone_connection(world.store)
+    store = clone_connection(world.store, 10.0)
     if world.rank == 0:
         store.get("stopped")
     one_step(model, optimizer, world.rank, 0)
