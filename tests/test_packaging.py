@@ -206,7 +206,7 @@ def test_mypy_finds_the_types_of_the_installed_package(environment):
     )
 
 
-# torch finds an installed commrt; ``import commrt.c10d`` is enough for one that is not; ``import commrt`` imports no torch.
+# torch finds an installed commrt, and ``import commrt.c10d`` is enough for others; ``import commrt`` imports no torch.
 
 OPEN = """
 import torch.distributed as dist
