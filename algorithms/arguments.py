@@ -66,7 +66,10 @@ def require_inner(value: object) -> None:
 
 def _require_parameters(algorithm: Algorithm) -> None:
     """Raise `UsageError` unless the method `schedule` takes step and ranks."""
-    taken = signature(algorithm.schedule)
+    try:
+        taken = signature(algorithm.schedule)
+    except ValueError:  # of a builtin, which need not have one
+        return
     try:
         taken.bind(0, 1)
     except TypeError as error:

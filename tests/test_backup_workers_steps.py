@@ -4,6 +4,7 @@
 import re
 from copy import deepcopy
 from threading import Event
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -197,11 +198,14 @@ def test_as_many_backups_as_members_are_refused(ranks, backups, most):
         run_ranks(ranks, lambda world: trainee(world, commrt.BackupWorkers(backups)))
 
 
+NOTHING = SimpleNamespace(schedule=lambda step, ranks: None)
+
+
 @for_each(
     ("make", "what"),
     [
         (lambda: commrt.BackupWorkers(-1), "give a whole number from 0 on"),
-        (lambda: commrt.BackupWorkers(1.5), "give a whole number from 0 on"),
+        (lambda: commrt.BackupWorkers(1, NOTHING).schedule(0, 3), "returned None: return"),
         (lambda: commrt.BackupWorkers(1, commrt.Gossip()), "no all-reduce"),
         (lambda: commrt.BackupWorkers(1, commrt.Ring), "makes no schedules"),
     ],

@@ -47,7 +47,7 @@ def test_ddp_with_the_hook_trains_as_ddp_alone_whatever_its_settings(pool, real)
     [
         ({"algorithm": commrt.Gossip()}, "is no all-reduce"),
         ({"algorithm": commrt.BackupWorkers()}, "is no all-reduce"),
-        ({"algorithm": commrt.Ring}, "makes no schedules"),
+        ({"world": 3}, "world=3 is no world"),
         ({"wire": torch.int8}, r"wire=torch\.int8 cannot travel"),
     ],
     ids=str,

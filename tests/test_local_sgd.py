@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -278,12 +279,12 @@ REFUSED = [
     (lambda: LocalSGD(merge="mix"), "Mix\\(0.5\\)"),
     (lambda: LocalSGD(outer=Nesterov), "has no step"),
     (lambda: LocalSGD(inner=commrt.BackupWorkers()), "all-reduce"),
-    (lambda: LocalSGD(inner=commrt.Ring), "pass an object"),
+    (lambda: LocalSGD(inner=SimpleNamespace(schedule=lambda: None)), "give it the signature"),
     (lambda: LocalSGD(inner=Gossip(staleness=1)), "leave staleness out"),
     (lambda: LocalSGD(anchor="gpu"), '"device" or "cpu"'),
     (lambda: Mix(1.0), "below 1"),
     (lambda: Nesterov(momentum=1.0), "below 1"),
-    (lambda: HeavyBall(rate="1"), "give a number"),
+    (lambda: HeavyBall(momentum="1"), "give a number"),
 ]
 
 

@@ -25,8 +25,6 @@ from commrt.runtime.wire import WIRES, as_wire, is_quantized
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 
-RING = Ring().schedule(0, 2)
-
 
 @for_each("ranks", [1, 2, 5])
 def test_ranks_meet_send_a_tensor_to_all_and_gather_objects(ranks):
@@ -93,36 +91,11 @@ def test_one_rank_says_in_one_line_what_it_has_attached(caplog):
     assert re.fullmatch(rf"{said} 0.004 MB in 1 buckets; wire torch.bfloat16; memory of .*", *caplog.messages)
 
 
-class Maker:
-    """An algorithm whose method `schedule` takes `given` and returns nothing."""
-
-    def __init__(self, taken):
-        self.schedule = (lambda step, ranks: None) if taken == 2 else lambda: None
-
-
-@for_each(
-    ("call", "words"),
-    [
-        (lambda _: commrt.LocalSGD(inner=Maker(0)), "give it the signature schedule(self, step, ranks)"),
-        (lambda _: commrt.BackupWorkers(1, inner=Maker(2)).schedule(0, 3), "returned None: return a commrt.Schedule"),
-        (lambda _: commrt.local_sgd.Nesterov(0.7, "x"), "momentum='x'): give a number"),
-        (lambda _: commrt.prove("ring", None), "'ring' is no schedule"),
-        (lambda _: commrt.prove(RING, "sum"), "'sum' is no collective"),
-        (lambda _: commrt.proof.gather("x", 1), "ranks='x': give a whole number from 1 on"),
-        (lambda _: commrt.beside([RING, None]), "None is no schedule"),
-        (lambda _: RING.over("x"), "ranks are no whole numbers"),
-        (lambda _: commrt.DDPState(world=3), "world=3 is no world"),
-        (lambda _: commrt.Shares([1], 1, place=3), "place=3: give a function"),
-        (lambda world: world.explain(4, device="x"), "device='x': give a torch.device"),
-        (lambda world: world.agree("topic", claim=RING), "ranks cannot compare"),
-        (lambda world: world.broadcast(torch.ones(1), torch.ones(2)), "give one of the ranks that take part"),
-    ],
-)
 @on_ranks(1)
-def test_a_value_of_a_wrong_kind_is_refused_at_once_and_the_world_goes_on(world, call, words):
-    said = raised(lambda: call(world))
-    assert said.startswith("UsageError")
-    assert words in said
+def test_a_call_with_a_value_of_a_wrong_kind_is_refused_and_the_world_goes_on(world):
+    assert "place=3: give a function" in raised(lambda: commrt.Shares([1], 1, place=3))
+    assert "device='x': give a torch.device" in raised(lambda: world.explain(4, device="x"))
+    assert "ranks cannot compare" in raised(lambda: world.agree("topic", claim=world))
     world.barrier()
 
 

@@ -23,7 +23,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError, UsageError
 from commrt.program import chunk_bounds, member_program, program
 from commrt.proof import spec
-from commrt.proof.replay import traffic
+from commrt.proof.replay import prove, traffic
 from commrt.proof.summing import summing_steps
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, beside, empty
 
@@ -314,6 +314,11 @@ REFUSED = [
     ("6 ranks do not fill hosts of within=4: use Direct", lambda: Direct(within=4).schedule(0, 6)),
     ("without within=: give the number of ranks of a host too", lambda: Direct(between=Ring())),
     ("makes no schedules: pass an object", lambda: Direct(within=2, between=Ring)),
+    ("'ring' is no schedule", lambda: prove("ring", None)),
+    ("'sum' is no collective", lambda: prove(RING, "sum")),
+    ("ranks='x': give a whole number", lambda: spec.gather("x", 1)),
+    ("None is no schedule", lambda: beside([RING, None])),
+    ("ranks are no whole numbers", lambda: RING.over("x")),
     *(("slices", partial(Sliced, slices=count)) for count in (0, 1.5)),
     ("cannot be cut in", lambda: in_slices(RING, 0)),
     ("'tours2d': choose one of .*direct, .*gossip", lambda: by_name("tours2d")),
