@@ -150,9 +150,9 @@ def test_a_death_is_noticed_although_no_step_needs_that_rank():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["backward", "reducing"])
-def test_a_replacement_copies_the_weights_of_the_others_and_counts(where):
-    ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(2, AT, where, "replace")])
+def test_a_replacement_copies_the_weights_of_the_others_and_counts():
+    """Of a rank that dies as it reduces; `train_with_deaths`, below, draws other places."""
+    ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(2, AT, "reducing", "replace")])
     assert [end.error for end in ends] == [None] * 4
     reference_holds(ends, needed=3)
     assert all(end.value["equal"] and not end.value["lost"] for end in ends)

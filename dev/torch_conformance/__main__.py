@@ -99,6 +99,10 @@ def run(options: argparse.Namespace, folder: str) -> list[Outcome]:
 
 def run_under_gloo(options: argparse.Namespace, out: Path) -> list[Outcome]:
     """Run tests that need BACKEND=gloo, in a process of its own."""
+    from torch_conformance import suite  # noqa: PLC0415  # which `run` has imported
+
+    if not suite.needs_gloo(options.only):
+        return []
     values = {
         name: getattr(options, name) for name in ("backend", "ranks", "only", "limit", "logs")
     }

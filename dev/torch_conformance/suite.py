@@ -174,6 +174,11 @@ def chosen(pattern: str) -> list[str]:
     return [test for test in TESTS if test in mine and re.search(pattern, test)]
 
 
+def needs_gloo(pattern: str) -> bool:
+    """Return True if a test with a match for `pattern` runs only with BACKEND=gloo."""
+    return any(re.search(pattern, test) for test in NAMED)
+
+
 def is_skipped(tests: type, test: str) -> bool:
     """Return True if a decorator skips the test for good."""
     return getattr(getattr(tests, test), "__unittest_skip__", False)
