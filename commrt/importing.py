@@ -22,7 +22,9 @@ def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[s
         if name == "__all__":
             return sorted(name for name, home in homes(package).items() if home != package)
         if name.startswith("__") or name not in homes(package):
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}{_hint(package, name)}"
+            )
         home = homes(package)[name]
         return (
             import_module(f"{home}.{name}")
@@ -31,6 +33,17 @@ def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[s
         )
 
     return get, lambda: sorted({*vars(sys.modules[package]), *homes(package)})
+
+
+def _hint(package: str, name: str) -> str:
+    """Return where a class called `name` is, or what `package` has in other letters, if any."""
+    if not name[0].isalpha():
+        return ""
+    found = [f"{package}.{each}" for each in homes(package) if each.lower() == name.lower()]
+    if name[0].isupper():
+        inside = [f"{home}.{each}" for each, home in homes(package).items() if home == package]
+        found += [f"{each}.{name}" for each in inside if name in homes(each)]
+    return f": did you mean {' or '.join(found)}?" if found else ""
 
 
 @cache

@@ -92,7 +92,9 @@ def test_one_rank_says_in_one_line_what_it_has_attached(caplog):
 
 
 @on_ranks(1)
-def test_a_call_with_a_value_of_a_wrong_kind_is_refused_and_the_world_goes_on(world):
+def test_a_wrong_name_or_kind_of_value_is_told_and_the_world_goes_on(world):
+    assert raised(lambda: commrt.DoubleTree).endswith(": did you mean commrt.algorithms.DoubleTree?")
+    assert raised(lambda: commrt.int8).endswith("did you mean commrt.Int8?")
     assert "place=3: give a function" in raised(lambda: commrt.Shares([1], 1, place=3))
     assert "device='x': give a torch.device" in raised(lambda: world.explain(4, device="x"))
     assert "ranks cannot compare" in raised(lambda: world.agree("topic", claim=world))
