@@ -21,7 +21,7 @@ from commrt.tools.commands.recorded_times import read_times
 from commrt.tools.measuring import probing
 from commrt.tools.measuring.probing import fit_line, probe, ranks_per_host, ring_shift
 from commrt.tools.pictures.timelines import read_spans
-from commrt.tools.planning.batches import efficiency_at
+from commrt.tools.planning.efficiency import efficiency_at
 from commrt.tools.planning.workload import Workload
 
 WHOLE = """

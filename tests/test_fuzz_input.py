@@ -23,9 +23,10 @@ from commrt.store.launcher import LAUNCHERS, launched
 from commrt.tools.commands.draw import recorded
 from commrt.tools.commands.recorded_times import read_times
 from commrt.tools.measuring import probing
-from commrt.tools.pictures.timelines import compute_times_s, read_spans
-from commrt.tools.planning.batches import efficiency_at
+from commrt.tools.pictures.step_windows import compute_times_s
+from commrt.tools.pictures.timelines import read_spans
 from commrt.tools.planning.bounds import all_reduce_bound_s
+from commrt.tools.planning.efficiency import efficiency_at
 from commrt.tools.planning.workload import Workload
 from commrt.transport.names import chosen_transport
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of the user that are called once, before an error ends training.
 
-On the training thread.
+`BackupWorkersReplica` owns the list, which `before_giving_up` fills. On the training thread.
 """
 
 from __future__ import annotations

@@ -84,44 +84,13 @@ class GradientBucket:
         quantized: QuantizedWire | None = None,
     ) -> None:
         self.index = index
-        self.params = params
-        self.layout = layout
-        self.wire = wire
-        """What travels; programs that are bound to it write sums there."""
-        self.header = Header(0, model, 0, 0, index, 0)
-        """What its wire says in every step; the first bucket's says more."""
-        self.quantized = quantized
-        """What gradients become when they travel; None if they travel as they are on the wire."""
-        self.head_numel = layout.head_numel
-        feeds_back = quantized is not None and quantized.feedback
-        self.residual = torch.zeros_like(wire[self.head_numel :]) if feeds_back else None
-        """What rounding lost, behind the head, for the next step; None without feedback. Quantized
-        programs write it, and before `pack` whoever goes on from another one: of a checkpoint, of
-        buckets before, or of an exchange of local SGD that is done again.
-        """
-        gaps = [] if quantized is None else [place - self.head_numel for place in layout.gaps()]
-        self._gaps = torch.tensor(gaps, device=wire.device) if gaps else None
-        self.names = tuple(name for name, _ in params)  # in wire order
-        self._tensors = [param for _, param in params]
+        self._use_params(params, wire.device)
+        self._use_wire(wire, layout, model)
+        self._use_quantizer(quantized)
         self._overlaps = OverlapCheck() if overlaps is None else overlaps
         self._overlaps.expect_bucket()
-        self._like = [
-            torch.empty_like(param, dtype=gradient_dtype(param), device="meta")
-            for _, param in params
-        ]
-        self._kinds = [TensorKind.of(like) for like in self._like]
-        self._fits = [(torch.strided, kind.dtype, kind.shape, wire.device) for kind in self._kinds]
-        self._strides = [kind.strides for kind in self._kinds]
-        self._nbytes = [like.nbytes for like in self._like]
-        self._packing = packing(wire, layout, self._like)
-        self.repeatable = repeatable(self._packing)
-        """Launches that a device graph can hold; None where plain torch packs, as on a CPU. Those
-        who bind and capture load its kernels.
-        """
         self.own_settings: Callable[[], str] = str
         """Returns what this rank's settings are, for errors; `Request.build_buckets` sets it."""
-        self._scale = 1.0  # of the gradients on the wire
-        self._word = 0  # the header that the wire must show after the reduction
         self.riders: Riders | None = None
         """What rides with this bucket; set once, by `carry_riders`, as is `watch`."""
         self.watch: WeightWatch | None = None
@@ -130,6 +99,55 @@ class GradientBucket:
         """All ranks together may weigh nothing, as they then send zeros only; local SGD sets it
         before the first step.
         """
+        self._begin()
+
+    def _use_params(self, params: Sequence[Named], device: torch.device) -> None:
+        """Note which gradients travel, in wire order, and what each must be."""
+        self.params = params
+        self.names = tuple(name for name, _ in params)  # in wire order
+        self._tensors = [param for _, param in params]
+        self._like = [
+            torch.empty_like(param, dtype=gradient_dtype(param), device="meta")
+            for _, param in params
+        ]
+        self._kinds = [TensorKind.of(like) for like in self._like]
+        self._fits = [(torch.strided, kind.dtype, kind.shape, device) for kind in self._kinds]
+        self._strides = [kind.strides for kind in self._kinds]
+        self._nbytes = [like.nbytes for like in self._like]
+
+    def _use_wire(self, wire: Tensor, layout: Layout, model: int) -> None:
+        """Let the gradients travel in `wire`: what lies where, and what packs them."""
+        self.layout = layout
+        self.wire = wire
+        """What travels; programs that are bound to it write sums there."""
+        self.header = Header(0, model, 0, 0, self.index, 0)
+        """What its wire says in every step; the first bucket's says more."""
+        self.head_numel = layout.head_numel
+        self._packing = packing(wire, layout, self._like)
+        self.repeatable = repeatable(self._packing)
+        """Launches that a device graph can hold; None where plain torch packs, as on a CPU. Those
+        who bind and capture load its kernels.
+        """
+
+    def _use_quantizer(self, quantized: QuantizedWire | None) -> None:
+        """Let values become few bits when they travel; None sends them as they are on the wire."""
+        self.quantized = quantized
+        """What gradients become when they travel; None if they travel as they are on the wire."""
+        feeds_back = quantized is not None and quantized.feedback
+        self.residual = torch.zeros_like(self.wire[self.head_numel :]) if feeds_back else None
+        """What rounding lost, behind the head, for the next step; None without feedback. Quantized
+        programs write it, and before `pack` whoever goes on from another one: of a checkpoint, of
+        buckets before, or of an exchange of local SGD that is done again.
+        """
+        gaps = (
+            [] if quantized is None else [place - self.head_numel for place in self.layout.gaps()]
+        )
+        self._gaps = torch.tensor(gaps, device=self.wire.device) if gaps else None
+
+    def _begin(self) -> None:
+        """Set what each step sets anew."""
+        self._scale = 1.0  # of the gradients on the wire
+        self._word = 0  # the header that the wire must show after the reduction
         self.weight: float | None = None
         """What all gradients of the latest step weighed; None if none was weighed. `take` forgets
         it, and `weigh` writes it.

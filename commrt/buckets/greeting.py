@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects ranks that will exchange, by one number to each peer. Writes nothing that stays."""
+"""Connects ranks that will exchange, by one number to each peer. Writes nothing that stays.
+
+On the communication thread.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ connections in each.
 
 NCCL can cancel one transfer only by cancelling all of them, and a rank that waits for a lost one
 keeps others waiting. So a rank that notices a loss starts a roll call on the store. Each member
-breaks its connections and answers.
+breaks its connections and answers. `ElasticMembership` says which thread calls what, and what it
+writes of others.
 """
 
 from __future__ import annotations

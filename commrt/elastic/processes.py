@@ -2,7 +2,8 @@
 """Which processes have the ranks' places, and which of them live.
 
 They are written on the store: for each rank its latest process, and where that listens. Whether a
-process lives is asked there, as a store does not know who has died.
+process lives is asked there, as a store does not know who has died. `Processes` says which thread
+calls what.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Ranks compare what they are about to do; those who differ learn it before anything moves.
 
 They compare texts, which travel as an all-reduce of bytes: each rank writes its own row of zeros.
-Nothing is kept, and nothing of a world changes.
+Nothing is kept, and nothing of a world changes. `ConsistencyCheck` says which thread calls what.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward pass that this thread runs: its number, and what is called at its end.
 
-Parts of torch's autograd engine that are used here are not public yet; DDP and FSDP use the same.
+Writes nothing of others. Parts of torch's autograd engine that are used here are not public yet;
+DDP and FSDP use the same.
 """
 
 from __future__ import annotations

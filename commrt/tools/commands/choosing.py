@@ -17,7 +17,7 @@ from commrt.algorithms.ring import Rings
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands.arguments import FORMS, ShapeOptions
-from commrt.tools.planning.batches import efficiency_at
+from commrt.tools.planning.efficiency import efficiency_at
 from commrt.tools.planning.workload import MODELS, MOST_NUMEL, TRANSFORMERS, Workload
 
 BATCH = 32

@@ -16,7 +16,8 @@ import numpy as np
 
 from commrt.errors import UsageError
 from commrt.files import read_text
-from commrt.tools.pictures.timelines import compute_times_s, read_spans
+from commrt.tools.pictures.step_windows import compute_times_s
+from commrt.tools.pictures.timelines import read_spans
 from commrt.tools.planning.computing_times import Times
 
 MAX_STEP_S = 1e9

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from commrt.errors import UsageError
 from commrt.tools.pictures.figures import COLOURS, MAX_RANKS, label_time, new_figure
-from commrt.tools.pictures.timelines import StepWindow, TimelineSpan, step_windows, typical
+from commrt.tools.pictures.step_windows import StepWindow, step_windows, typical
+from commrt.tools.pictures.timelines import TimelineSpan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

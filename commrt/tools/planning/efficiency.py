@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a rank computes on a cluster, by the samples that it has in a step.
+"""The share of its full speed at which a rank computes, by the samples that it has in a step.
 
-Pure arithmetic.
+A pure function of a described cluster.
 """
 
 from __future__ import annotations
