@@ -29,7 +29,7 @@ def require_whole(name: str, value: object, least: int = 1, most: int | None = N
         raise UsageError(f"{name}={value!r:.80}: give a whole number from {least} {limit}")
 
 
-def as_algorithm(value: object, name: str = "algorithm") -> Algorithm:
+def as_algorithm(value: object) -> Algorithm:
     """Return `value`, or the algorithm that is called so (`catalogue.by_name`).
 
     Raises `UsageError` for an unknown name, and for what makes no schedules.
@@ -41,7 +41,7 @@ def as_algorithm(value: object, name: str = "algorithm") -> Algorithm:
         from commrt.algorithms.catalogue import by_name  # noqa: PLC0415  # imports all of them
 
         return by_name(value)
-    require_maker(name, value)
+    require_maker("algorithm", value)
     return cast("Algorithm", value)
 
 

@@ -20,18 +20,17 @@ from commrt.runtime.wire import AnyWire, is_quantized
 from commrt.transport.protocol import Allocate, zeros
 
 MIB = 1 << 20
+FIRST_CAP_NBYTES = MIB
 
 
-def plan_buckets(
-    tensors: Iterable[tuple[int, torch.dtype]], cap_nbytes: int, first_cap_nbytes: int = MIB
-) -> list[list[int]]:
+def plan_buckets(tensors: Iterable[tuple[int, torch.dtype]], cap_nbytes: int) -> list[list[int]]:
     """Group `tensors`, (bytes, dtype) in ready order, into buckets of one dtype; one closes when it
     reaches the cap.
 
-    The first bucket of each dtype closes at `first_cap_nbytes`, if that is less, so that
+    The first bucket of each dtype closes at `FIRST_CAP_NBYTES`, if that is less, so that
     communication starts early. Buckets are sorted by when their last member becomes ready.
 
-    >>> plan_buckets([(6, torch.float32)] * 5, cap_nbytes=12, first_cap_nbytes=1)
+    >>> plan_buckets([(MIB, torch.float32)] * 5, cap_nbytes=2 * MIB)
     [[0], [1, 2], [3, 4]]
     """
     closed: list[list[int]] = []
@@ -39,7 +38,7 @@ def plan_buckets(
     left: dict[torch.dtype, int] = {}
     for index, (nbytes, dtype) in enumerate(tensors):
         filling.setdefault(dtype, []).append(index)
-        left[dtype] = left.get(dtype, min(first_cap_nbytes, cap_nbytes)) - nbytes
+        left[dtype] = left.get(dtype, min(FIRST_CAP_NBYTES, cap_nbytes)) - nbytes
         if left[dtype] <= 0:
             closed.append(filling.pop(dtype))
             left[dtype] = cap_nbytes

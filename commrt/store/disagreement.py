@@ -12,6 +12,8 @@ from commrt.errors import DisagreementError
 
 TOPIC = "topic"
 """The name of the claim that says what a rank does at all; named before others that differ."""
+EXCERPT_WIDTH = 160
+"""Characters of each of two texts that differ, in an error."""
 
 
 def find_disagreement(
@@ -34,12 +36,12 @@ def find_disagreement(
     return None
 
 
-def _excerpt(mine: str, first: str, width: int = 160) -> str:
+def _excerpt(mine: str, first: str) -> str:
     """Return both texts from shortly before the place where they differ."""
     part = next(
         (i for i, (a, b) in enumerate(zip(mine, first, strict=False)) if a != b),
         min(len(mine), len(first)),
     )
-    start = max(0, part - width // 4)
-    cut = [("..." if start else "") + text[start : start + width] for text in (mine, first)]
+    start = max(0, part - EXCERPT_WIDTH // 4)
+    cut = [("..." if start else "") + text[start : start + EXCERPT_WIDTH] for text in (mine, first)]
     return f"{cut[0]!r} against {cut[1]!r}"

@@ -59,7 +59,7 @@ def _draw_slowest_rank(axes: Axes, top: float, step: StepTime, phases: Sequence[
     _draw_bar(axes, top, 0.0, forward_ms, COLOURS["forward"], "forward")
     _draw_bar(axes, top, forward_ms, computed_ms, COLOURS["backward"], "backward")
     for number, act in enumerate(step.buckets):
-        begin_ms, packed_ms, exchanged_ms, unpacked_ms = (1e3 * times[rank] for times in act[1:])
+        begin_ms, packed_ms, exchanged_ms, unpacked_ms = (1e3 * times[rank] for times in act)
         _draw_bar(axes, top + EXCHANGE_AT, begin_ms, unpacked_ms, COLOURS["bucket"])
         parts = [
             (packed_ms + 1e3 * phase.begin_s, packed_ms + 1e3 * phase.end_s) for phase in phases

@@ -26,7 +26,6 @@ from commrt.tools.planning.workload import ReadyBucket
 class BucketTimes(NamedTuple):
     """The exchange of one bucket; times are [ranks]."""
 
-    nbytes: float
     begin_s: Seconds
     """The bucket's gradients are ready, and the exchange before has ended."""
     packed_s: Seconds
@@ -85,15 +84,13 @@ def overlapped_step(
         pack_s = pricing.pack_s(bucket.nbytes)
         exchanged_s = pricing.price(bucket.nbytes, ready_s + pack_s).finish_s
         free_s = exchanged_s + pack_s
-        times.append(BucketTimes(bucket.nbytes, ready_s, ready_s + pack_s, exchanged_s, free_s))
+        times.append(BucketTimes(ready_s, ready_s + pack_s, exchanged_s, free_s))
     return StepTime(begin_s, begin_s + compute_s, tuple(times))
 
 
-def blocking_step(
-    pricing: WirePricing, nbytes: float, compute_s: ArrayLike, begin_s: ArrayLike = 0.0
-) -> StepTime:
+def blocking_step(pricing: WirePricing, nbytes: float, compute_s: ArrayLike) -> StepTime:
     """Return a step whose gradients leave together, after the backward pass."""
-    return overlapped_step(pricing, [ReadyBucket(nbytes, 1.0)], compute_s, begin_s)
+    return overlapped_step(pricing, [ReadyBucket(nbytes, 1.0)], compute_s)
 
 
 def mean_efficiency(pricing: WirePricing, buckets: Sequence[ReadyBucket], times_s: Times) -> float:
