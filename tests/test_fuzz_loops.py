@@ -6,6 +6,7 @@ each other, or all were refused alike.
 """
 
 import re
+import sys
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +32,10 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # sums of float64 in different orders
 
 
 def counted_steps(found):
-    """Who counted in each step, as all say who counted there."""
+    """Who counted in each step, as all say who counted there; their buffers were equal then."""
     used = {}
-    for step, members in (each for mine in found for each in mine.items()):
-        assert used.setdefault(step, members) == members, (step, members, used[step])
+    for step, said in (each for mine in found for each in mine.items()):
+        assert used.setdefault(step, said) == said, (step, said, used[step])
     return used
 
 
@@ -53,11 +54,13 @@ class Course(Progress):
             self.until = self.passed + steps
 
 
-def trained(rank, course, passes_of, is_late):
-    """Who counted, in the steps in which this rank did; if late, it begins when the others end."""
+def trained(rank, course, passes_of, *, is_late, stops):
+    """Who counted and what buffers were, in the steps in which this rank counted; if late, it begins as others end."""
     used = {}
     replica = rank.replica
     replica.drain()
+    if stops:
+        replica.stop()
     if is_late:
         course.wait_for(course.until)
     while course.goes_on_at(step := replica.step):
@@ -66,8 +69,9 @@ def trained(rank, course, passes_of, is_late):
         for optimizer in rank.optimizers:
             optimizer.step()
         if replica.last.counted:
-            used[replica.last.step] = replica.last.members
+            used[replica.last.step] = replica.last.members, int(rank.model.seen)
         replica.drain()
+        _ = replica.stopping
     replica.consolidate()  # where late ranks catch up
     return used
 
@@ -88,7 +92,7 @@ class Truth:
         self.model, self.optimizers = made(optimizers)
         self.size = ranks
         self.grads = [{} for _ in range(ranks)]
-        self.passes = [0] * ranks
+        self.seen = [0] * ranks
         self.step = 0
         self.held_back = False
         self.unused = set()
@@ -100,10 +104,11 @@ class Truth:
     def add(self, rank, number, heads, weight=1.0):
         """One backward pass of a rank, as far as itself knows."""
         params = self.params
+        self.model.seen.fill_(self.seen[rank])
         grads = torch.autograd.grad(
             weight * loss_of(self.model, rank, number, heads), [*params.values()], allow_unused=True
         )
-        self.passes[rank] += 1
+        self.seen[rank] = int(self.model.seen)
         for name, grad in zip(params, grads, strict=True):
             if grad is not None:
                 self.grads[rank][name] = self.grads[rank].get(name, 0) + grad
@@ -117,7 +122,7 @@ class Truth:
                 for rank in members:
                     self.grads[rank][name] = mean.clone()
         for rank in members:
-            self.passes[rank] = self.passes[members[0]]
+            self.seen[rank] = self.seen[members[0]]
         self.step += 1
         self.held_back = False
         self.unused = {*range(len(self.optimizers))}
@@ -158,6 +163,8 @@ class Truth:
 
 
 HEADS = st.sets(st.sampled_from([0, 1])).map(sorted)
+PASSES = st.lists(HEADS, min_size=1, max_size=2)
+HOPS = st.tuples(st.integers(0, 30), st.just(object)) | st.tuples(st.integers(1, 3), st.just(str))
 HIRED = st.fixed_dictionaries(
     {"ranks": st.integers(1, 4), "optimizers": st.integers(1, 2), "shared": st.sampled_from([False] * 3 + [True])}
 )
@@ -227,29 +234,25 @@ class Loops(RuleBasedStateMachine):
 
 
 class Synchronous(Loops):
-    """All-reduces: replicas are equal, and are the one process."""
+    """All-reduces: replicas are equal, and are the one process. Two models of a world take turns, call by call."""
 
-    @initialize(hired=HIRED, way=st.sampled_from(WAYS), watch=st.booleans())
-    def begin(self, hired, way, watch):
-        self.begin_again = partial(self.begin, hired, way, watch)
-        self.attach_first = partial(self.attach, way, watch)
+    @initialize(hired=HIRED, way=st.sampled_from(WAYS), watch=st.booleans(), two=st.booleans())
+    def begin(self, hired, way, watch, two):
+        self.begin_again = partial(self.begin, hired, way, watch, two)
+        self.other = None
         self.truth = Truth(hired["ranks"], hired["optimizers"])
         self.hire(**hired)
-        self.attach_first()
-        self.other = None
+        self.attach(way, watch)
+        if two:
+            ranks = [Rank(rank.world, *made(hired["optimizers"])) for rank in self.crew.ranks]
+            self.other = ranks, Truth(hired["ranks"], hired["optimizers"]), None
+            self.take_turns()
+            self.attach(way, watch)
 
-    @rule()
-    def take_the_other_model(self):
-        """Go on with another model that has the same world; the first one stays attached."""
-        now, ranks = (self.crew.ranks, self.truth, self.saved), self.crew.ranks
+    def take_turns(self):
         if self.other:
-            self.crew.ranks, self.truth, self.saved = self.other
-        else:
-            count = len(ranks[0].optimizers)
-            self.crew.ranks, self.truth = [Rank(rank.world, *made(count)) for rank in ranks], Truth(self.size, count)
-            self.saved = None
-            self.attach_first()
-        self.other = now
+            now = self.crew.ranks, self.truth, self.saved
+            (self.crew.ranks, self.truth, self.saved), self.other = self.other, now
 
     @precondition(lambda self: self.size > 1)
     @rule(lost=st.integers(0, 3), passes=st.integers(0, 2), hop=st.none() | st.integers(0, 9))
@@ -279,17 +282,28 @@ class Synchronous(Loops):
         self.crew.close()
         self.begin_again()
 
+    @precondition(lambda self: self.size > 1)
+    @rule(odd=st.integers(0, 3))
+    def differ(self, odd):
+        """One alone changes a learning rate, which all find; by eight bits, so perhaps only in a later step."""
+        self.crew.ranks[odd % self.size].optimizers[0].param_groups[0]["lr"] += 1
+        ends = self.crew.ends(lambda rank: [rank.backward([(self.number, [0])]) for _ in range(3)])
+        assert all(isinstance(end, CommrtError) for end in ends), ends
+        self.crew.close()
+        self.begin_again()
+
     def attach(self, way, watch):
         self.crew.do(lambda rank: rank.attach(watch=watch, **way))
         self.truth.step = 0
         self.truth.held_back = False
         self.truth.unused = set()
-        self.truth.passes = [self.truth.passes[0]] * self.truth.size
+        self.truth.stopping = ()
+        self.truth.seen = [self.truth.seen[0]] * self.truth.size
 
     @rule(data=st.data(), riding=st.booleans())
     def backward(self, data, riding):
         passes = self.drawn(data, least=0, most=3)
-        skips = data.draw(st.sets(st.sampled_from(range(self.size)))) if riding else set()
+        skips, stops = [data.draw(st.sets(st.sampled_from(range(self.size)))) if riding else set() for _ in "ab"]
 
         def body(rank, own):
             mine = rank.world.rank
@@ -297,11 +311,14 @@ class Synchronous(Loops):
                 rank.replica.ride(mine=mine, number=self.number)
             if mine in skips:
                 rank.replica.skip()
+            if mine in stops:
+                rank.replica.stop()
             rank.backward(own)
             if not riding:
                 return None
             rode = rank.replica.rode
-            return [{**rode[name].by_rank} for name in ("mine", "number")], rank.replica.skipping
+            told = [{**rode[name].by_rank} for name in ("mine", "number")]
+            return told, rank.replica.skipping, rank.replica.stopping
 
         ends = self.crew.do(body, passes)
         for rank, own in enumerate(passes):
@@ -311,7 +328,8 @@ class Synchronous(Loops):
         if riding:
             rode = [dict.fromkeys(range(self.size), number) for number in (0, self.number)]
             rode[0] = {rank: rank for rank in range(self.size)}
-            assert ends == [(rode, tuple(sorted(skips)))] * self.size
+            self.truth.stopping = self.truth.stopping or tuple(sorted(stops))
+            assert ends == [(rode, tuple(sorted(skips)), self.truth.stopping)] * self.size
 
     @rule(data=st.data())
     def accumulate(self, data):
@@ -324,6 +342,9 @@ class Synchronous(Loops):
     @rule(which=st.sets(st.sampled_from([0, 1]), min_size=1))
     def step(self, which):
         for i in self.chosen(which):
+            left = {any(grad.any() for grad in own.values()) for own in self.truth.grads}
+            if self.truth.held_back and len(left) == 2:
+                return  # who has nothing left would wait for those that refuse
             ends = self.crew.ends(lambda rank: rank.optimizers[i].step())  # noqa: B023  # called here
             if self.truth.step_by(i):
                 assert ends == [None] * self.size
@@ -364,15 +385,15 @@ class Synchronous(Loops):
     @rule()
     def save(self):
         self.crew.do(Rank.save)
-        self.saved = Saved(self.truth.model, *self.truth.optimizers), self.truth.step, [*self.truth.passes]
+        self.saved = Saved(self.truth.model, *self.truth.optimizers), self.truth.step, [*self.truth.seen]
 
     @precondition(lambda self: self.saved)
     @rule()
     def load(self):
         self.zero_all()
         self.crew.do(Rank.load)
-        states, self.truth.step, passes = self.saved
-        self.truth.passes = [*passes]
+        states, self.truth.step, seen = self.saved
+        self.truth.seen = [*seen]
         states.load(self.truth.model, *self.truth.optimizers)
 
     @rule(way=st.sampled_from(WAYS), watch=st.booleans(), frozen=st.booleans())
@@ -402,21 +423,35 @@ class Synchronous(Loops):
             for i, optimizer in enumerate(self.truth.optimizers):
                 optimizer.step()
                 self.truth.zero(i, to_none=True)
-        self.truth.passes = [self.truth.passes[members[0]]] * self.size
+        self.truth.seen = [self.truth.seen[members[0]]] * self.size
         self.truth.unused = set()
+        self.truth.stopping = self.truth.stopping[:1]
 
     @invariant()
+    def is_as_said(self):
+        if self.crew is not None:
+            self.all_is_equal()
+            self.take_turns()
+
     def all_is_equal(self):
-        if self.crew is None:
-            return
         self.compare_all(self.truth.model)
         for place, rank in enumerate(self.crew.ranks):
             assert rank.replica.step == self.truth.step
-            assert int(rank.model.passes) == self.truth.passes[place]
+            assert int(rank.model.seen) == self.truth.seen[place]
             grads = {name: param.grad for name, param in rank.model.named_parameters() if param.grad is not None}
             assert grads.keys() == self.truth.grads[place].keys()
             for name, grad in self.truth.grads[place].items():
                 torch.testing.assert_close(grads[name], grad, **CLOSE)
+
+    def teardown(self):
+        """What was held back until now shows in a last step of each model."""
+        try:
+            if self.crew is not None and sys.exception() is None:
+                for _ in range(2 if self.other else 1):
+                    self.step({0, 1})
+                    self.is_as_said()
+        finally:
+            super().teardown()
 
 
 def mixed(own, came):
@@ -572,7 +607,7 @@ class Apart(Loops):
             self.consolidate()  # all have noticed who is lost
         truth, sent = self.truth, self.truth.weights()
         heard = sources(truth.algorithm, truth.clock.step, self.size) if truth.gossips else {}
-        number, strike = truth.members[lost], self.crew.at_hop(lost, hop, self.crew.ranks[lost].kill)
+        number, strike = truth.members[lost], self.crew.at_hop(lost, hop, self.crew.ranks[lost].die)
         if leave is not None:
             self.crew.lose(lost, leave)
         ends = self.crew.ends(lambda rank: [rank.replica.average(), rank.replica.drain()])
@@ -717,7 +752,7 @@ class Apart(Loops):
 
 
 class Quorum:
-    """What one process knows of ranks whose gradients count in some steps."""
+    """What one process knows of ranks whose gradients count in some steps; of these the first one gives its buffers."""
 
     def __init__(self, optimizers):
         self.model, self.optimizers = made(optimizers)
@@ -729,7 +764,9 @@ class Quorum:
     def advance(self, passes, members):
         """One step with the gradients that the `members` have for their `passes`."""
         sums = {}
-        for rank in members:
+        before = self.model.seen.clone()
+        for rank in reversed(members):
+            self.model.seen.copy_(before)
             self.model.zero_grad()
             for number, heads in passes:
                 loss_of(self.model, rank, number, heads).backward()
@@ -754,9 +791,9 @@ BACKUPS = [
 class Backups(Loops):
     """Backup workers: whoever counts, all ranks end with the steps of one process with the gradients that counted."""
 
-    @initialize(hired=HIRED, algorithm=st.sampled_from(BACKUPS))
-    def begin(self, hired, algorithm):
-        self.hire(**{**hired, "ranks": max(hired["ranks"], 2 * algorithm.backups + 1)})
+    @initialize(hired=HIRED, ranks=st.sampled_from([3, 5, 5, 6]), algorithm=st.sampled_from(BACKUPS))
+    def begin(self, hired, ranks, algorithm):
+        self.hire(**{**hired, "ranks": max(ranks, 2 * algorithm.backups + 1)})
         self.truth = Quorum(hired["optimizers"])
         self.attaches = 0
         self.attach(algorithm)
@@ -769,13 +806,13 @@ class Backups(Loops):
         self.truth.step = 0
         self.needed = self.founders - algorithm.backups
 
-    @rule(steps=st.integers(1, 3), late=st.integers(0, 4), heads=st.lists(HEADS, min_size=1, max_size=2))
-    def train(self, steps, late, heads):
-        """All ranks make so many steps; one may be late by all of them."""
+    @rule(steps=st.integers(1, 3), late=st.integers(0, 4), heads=PASSES, asker=st.integers(0, 9))
+    def train(self, steps, late, heads, asker):
+        """All ranks make so many steps; one may be late by all of them, one may ask all to stop."""
         late = self.crew.ranks[late % self.size] if self.size == self.founders else None
-        self.train_on(Course(until=self.truth.step + steps), heads, late=late)
+        self.train_on(Course(until=self.truth.step + steps), heads, late=late, asker=asker)
 
-    def train_on(self, course, heads, late=None, dying=None):
+    def train_on(self, course, heads, late=None, dying=None, asker=None):
         first = self.number
         self.number += 100
 
@@ -789,7 +826,7 @@ class Backups(Loops):
                 finally:
                     course.end_after(3)
             try:
-                return trained(rank, course, passes_of, rank is late)
+                return trained(rank, course, passes_of, is_late=rank is late, stops=rank.world.rank == asker)
             except CommrtError:
                 if rank is not dying:
                     raise
@@ -798,18 +835,22 @@ class Backups(Loops):
         used = counted_steps(self.crew.do(body))
         assert sorted(used) == [*range(self.truth.step, course.until)]
         for step in range(self.truth.step, course.until):
-            assert len(used[step]) == self.needed
-            self.truth.advance(passes_of(step), used[step])
+            members, seen = used[step]
+            assert len(members) == self.needed
+            self.truth.advance(passes_of(step), members)
+            assert int(self.truth.model.seen) == seen
 
     @precondition(lambda self: self.size == self.founders)
-    @rule(lost=st.integers(0, 3), hop=st.integers(0, 40), steps=st.integers(1, 3), heads=HEADS)
-    def lose_a_rank(self, lost, hop, steps, heads):
-        """One is killed at a hop of a step, or after all steps."""
+    @rule(lost=st.just(1) | st.integers(0, 5), hop=HOPS, steps=st.integers(1, 3), heads=HEADS, replaced=st.booleans())
+    def lose_a_rank(self, lost, hop, steps, heads, replaced):
+        """One is killed at a hop of a step, or after all steps; in trees, 1 passes on what it gets."""
         lost %= self.size
-        self.crew.at_hop(lost, hop, (dying := self.crew.ranks[lost]).kill)
+        self.crew.at_hop(lost, hop[0], (dying := self.crew.ranks[lost]).die, hop[1])
         self.train_on(Course(until=self.truth.step + steps), [heads], dying=dying)
         self.crew.lose(lost)
         self.saved = None
+        if replaced and self.attaches == 1:
+            self.replace_a_rank(heads)
 
     @precondition(lambda self: self.size < self.founders and self.attaches == 1)
     @rule(heads=HEADS)
@@ -846,6 +887,8 @@ class Backups(Loops):
         if self.crew is not None:
             self.crew.do(lambda rank: rank.replica.drain())
             assert {rank.replica.step for rank in self.crew.ranks} == {self.truth.step}
+            assert {int(rank.model.seen) for rank in self.crew.ranks} == {int(self.truth.model.seen)}
+            assert len({rank.replica.stopping for rank in self.crew.ranks}) == 1
             self.compare_all(self.truth.model)
 
 

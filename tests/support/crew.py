@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 
 import torch
 from torch import nn
 from transports import over_shared
 
 import commrt
-from commrt.errors import TransportClosed
+from commrt.errors import Evicted, Place, TransportClosed
 from commrt.runtime.connection import ReconnectOptions
 from commrt.store.launcher import LOOPBACK
 from commrt.store.world_config import WorldConfig
@@ -21,16 +22,16 @@ from commrt.transport.null import NullTransport
 
 
 class Branches(nn.Module):
-    """A layer that each pass uses, two that only some do, and a buffer that counts passes."""
+    """A layer that each pass uses, two that only some do, and a buffer that counts what ranks have alone."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 4)
         self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 5)])
-        self.register_buffer("passes", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x, heads):
-        self.passes += 1
+        self.seen += (x > 0).sum()
         hidden = torch.tanh(self.first(x))
         return [hidden, *(self.heads[i](hidden) for i in heads)]
 
@@ -90,6 +91,12 @@ class Rank:
         self.world.membership.member.close()
         self.world.transport.abort()
 
+    def die(self):
+        """At a hop, after others have done what they can: as `kill`, and nothing of this rank goes on."""
+        Event().wait(0.05)
+        self.kill()
+        raise Evicted("killed", Place(), 0, None)  # the error after which a rank writes nothing on the store
+
     def attach(self, algorithm, **options):
         self.replica = commrt.attach(
             self.model, self.optimizers, algorithm, world=self.world, bucket_cap_mb=1e-4, **options
@@ -134,12 +141,15 @@ def go_on():
     """What a rank does before most hops."""
 
 
+NEVER = iter(()), object
+
+
 class Crew:
     """So many ranks, whose models share `optimizers`, connected in memory; `shared`: as processes of a host are."""
 
     def __init__(self, ranks, optimizers, *, shared=False, timeout_s=20.0):
         self._before = {*threading.enumerate()}
-        self._at_hop = [iter(())] * ranks
+        self._at_hop = [NEVER] * ranks
         self._optimizers = optimizers
         worlds = local_worlds(ranks, timeout_s, self._counted, over_shared if shared else None)
         self.ranks = [Rank(world, *made(optimizers)) for world in worlds]
@@ -153,7 +163,9 @@ class Crew:
             run = bind(group)
 
             def run_counted(tag):
-                next(self._at_hop[transport.rank], go_on)()
+                hops, kind = self._at_hop[transport.rank]
+                if isinstance(tag.bucket, kind):
+                    next(hops, go_on)()
                 return run(tag)
 
             return run_counted
@@ -161,10 +173,14 @@ class Crew:
         transport.bind = bind_counted
         return transport
 
-    def at_hop(self, place, left, act):
-        """Let a rank call `act` once, before the hop after `left` more; what this returns is at its end if it did."""
-        found = self._at_hop[self.ranks[place].world.rank] = iter([*[go_on] * left, act])
-        return found
+    def at_hop(self, place, left, act, kind=object):
+        """Let a rank call `act` once, before the hop after `left` more; what this returns is at its end if it did.
+
+        Only those count whose bucket is of this `kind`: a number, or the name (str) of what travels beside them.
+        """
+        hops = iter([*[go_on] * left, act])
+        self._at_hop[self.ranks[place].world.rank] = hops, kind
+        return hops
 
     def ends(self, call, *given):
         """Let each rank ``call(rank, *its part of each of given)``; return values or errors."""
@@ -184,6 +200,7 @@ class Crew:
     def lose(self, place, leave=Rank.kill):
         """Let a rank leave, and go on without it."""
         rank, thread = self.ranks.pop(place), self._threads.pop(place)
+        self._at_hop[rank.world.rank] = NEVER
         thread.submit(leave, rank).result()
         self.gone.append((rank, thread))
 
