@@ -4,7 +4,7 @@ unexport PYTHONDONTWRITEBYTECODE# the tests start hundreds of processes, and eac
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test test-slow prove conformance check fuzz docs pictures inspect bench netlab studies gpu clean
+.PHONY: venv demo test test-slow prove conformance peers check fuzz docs pictures inspect bench netlab studies gpu clean
 
 venv: .venv/ready
 
@@ -60,6 +60,10 @@ conformance: BACKEND = commrt
 conformance: RANKS = 4
 conformance: venv
 	$(BIN)/python -m torch_conformance --backend $(BACKEND) --ranks $(RANKS) --out build/conformance.json
+
+# Suites of other projects over our backend, from checkouts that you make: prints what there is
+peers: venv
+	$(BIN)/python dev/peers.py --help
 
 # Published systems rebuilt on commrt: tests of studies, slow ones too, and the commands of their pages, in 4 minutes.
 studies: export OMP_NUM_THREADS = 1
