@@ -178,8 +178,10 @@ def read(results: Path) -> dict[str, tuple[str, str]]:
         test = f"{case.get('classname')}.{case.get('name')}"
         outcome = (PASSED, "")
         for kind, marks in ((SKIPPED, ("skipped",)), (FAILED, ("failure", "error"))):
-            for mark in filter(None, map(case.find, marks)):
-                outcome = (kind, mark.get("message", "").strip().split("\n")[0][:160])
+            for mark in marks:
+                element = case.find(mark)
+                if element is not None:
+                    outcome = (kind, element.get("message", "").strip().split("\n")[0][:160])
         if found.get(test, (PASSED,))[0] != FAILED:
             found[test] = outcome
     return found
