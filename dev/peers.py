@@ -43,19 +43,9 @@ class Suite:
     packages: Sequence[str] = ()
     ranks: int = 2
     environment: Mapping[str, str] = field(default_factory=dict)
-    adapter: str = ""
-    """What an adapter must do, where Gloo's place is not all."""
 
 
 SUITES = {
-    "deepspeed": Suite(
-        "deepspeedai/DeepSpeed",
-        "edaa7221",
-        "unit/comm unit/v1/zero unit/runtime/zero",
-        paths=(".", "tests"),
-        packages=("einops", "hjson", "msgpack", "ninja", "py-cpuinfo"),
-        environment={"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "4", "DS_UNITTEST_TIMEOUT": "100"},
-    ),
     "fabric": Suite(
         "Lightning-AI/pytorch-lightning",
         "7f0c3436",
@@ -135,8 +125,6 @@ def lacks(suite: Suite, options: argparse.Namespace) -> list[str]:
             metadata.distribution(package)
         except metadata.PackageNotFoundError:
             missing.append(f"a package: {sys.executable} -m pip install {package}")
-    if suite.adapter and not options.adapter:
-        missing.append(f"an adapter (--adapter DIR), whose adapter.py {suite.adapter}")
     return missing
 
 
