@@ -13,12 +13,13 @@ from commrt.testing.ranks import run_ranks
 from commrt.tools.measuring.live_job import end_of, looks
 
 
-def job(second, steps=0, exposed_s=(0.0, 0.0), waiting=None, silent=None):
+def job(second, steps=0, exposed_s=(0.0, 0.0), waiting=None, silent=None, lost=()):
     """Return the records of two ranks: one may wait for a bucket, and of one nothing new may come."""
     at = (1000.0 + second, steps * second, steps * second, 1000.0 + (second if steps else 0))
     numbers = [0 if rank == silent else second for rank in range(2)]
     buckets = [3 if rank == waiting else None for rank in range(2)]
-    return [Record(rank, "h", numbers[rank], *at, exposed_s[rank] * second, buckets[rank]) for rank in range(2)]
+    rest = [(exposed_s[rank] * second, buckets[rank], False, lost) for rank in range(2)]
+    return [Record(rank, "h", numbers[rank], *at, *rest[rank]) for rank in range(2)]
 
 
 @for_each(
@@ -27,6 +28,7 @@ def job(second, steps=0, exposed_s=(0.0, 0.0), waiting=None, silent=None):
         ("stalled", {"waiting": 0}),
         ("slow", {"steps": 5, "exposed_s": (0.4, 0.01)}),
         ("silent", {"steps": 5, "silent": 1}),
+        (None, {"steps": 5, "silent": 1, "lost": (1,)}),
         (None, {"steps": 5, "exposed_s": (0.04, 0.01)}),
     ],
 )

@@ -96,6 +96,7 @@ class Publisher:
             totals.exposed_s,
             trained.waits_for,
             closed,
+            tuple([loss.rank for loss in self._world.lost]),
         )
 
     def log_late(self) -> None:

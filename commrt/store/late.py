@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Literal, NamedTuple
 
-from commrt.store.live import PERIOD_S, Record
+from commrt.store.live import PERIOD_S, Record, lost_of
 
 STALLED_S = 2 * PERIOD_S
 """So long a rank has made no step before others wait for it."""
@@ -59,7 +59,8 @@ class LateWatch:
 
     def look(self, records: Sequence[Record], now_s: float) -> list[Late]:
         """Return who is late; `now_s` is this process's clock, in seconds since 1970."""
-        running = [record for record in records if not record.closed]
+        lost = lost_of(records)
+        running = [each for each in records if not each.closed and each.rank not in lost]
         silent = [*self._silent(running, now_s)]
         alive = [each for each in running if each.rank not in {late.rank for late in silent}]
         waiting = [each for each in alive if each.bucket is not None and _stalls(each)]

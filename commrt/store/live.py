@@ -42,6 +42,8 @@ class Record:
     """The bucket for which it waits now; None while it computes, or if that is not known."""
     closed: bool = False
     """True if it has closed its world or failed, or its process ends."""
+    lost: tuple[int, ...] = ()
+    """Ranks that its world has lost, and that were not replaced."""
 
 
 def base_of(store: Store) -> Store:
@@ -65,6 +67,12 @@ def read(store: Store) -> Sequence[Record]:
     keys = [f"{PREFIX}/{rank}" for rank in range(size)]
     there = keys if store.check(keys) else [key for key in keys if store.check([key])]
     return [parse("what a rank says of itself", store.get(key), _record) for key in there]
+
+
+def lost_of(records: Sequence[Record]) -> set[int]:
+    """Return the ranks that the writer of the newest record has lost: he was no lost rank then."""
+    newest = max(records, key=lambda record: record.time_s, default=None)
+    return set(newest.lost) if newest else set()
 
 
 def _record(text: bytes) -> Record:

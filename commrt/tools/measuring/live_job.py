@@ -19,9 +19,10 @@ from torch.distributed import DistError, TCPStore
 from commrt.errors import CommrtError, TransportError, UsageError
 from commrt.store.client import call_store
 from commrt.store.late import Late, LateWatch
-from commrt.store.live import PERIOD_S, Record, read
+from commrt.store.live import PERIOD_S, Record, lost_of, read
 
 ENDED = "ended"
+LOST = "lost"
 CONNECT_S = 5.0
 """How long the job's store may take to answer."""
 
@@ -36,7 +37,7 @@ class Row(NamedTuple):
     exposed: float | None
     """The share of time that it waited for others in steps."""
     state: str
-    """``computes``, ``waits for bucket 0``, ``ended``, or how it is late."""
+    """``computes``, ``waits for bucket 0``, ``ended``, ``lost``, or how it is late."""
 
 
 class Look(NamedTuple):
@@ -75,8 +76,10 @@ def looks(store: TCPStore) -> Iterator[Look]:
             records = call_store(lambda: read(store))
             late = watch.look(records, time())
             words = {each.rank: f"{each.what}: {each.late_s:.3g} s" for each in late}
+            words |= dict.fromkeys(lost_of(records), LOST)
             yield Look([_row(each, before.get(each.rank), words) for each in records], late)
-            if records and all(each.closed for each in records):
+            lost = lost_of(records)
+            if records and all(each.closed or each.rank in lost for each in records):
                 return
             before = {each.rank: each for each in records}
             Event().wait(PERIOD_S)
@@ -84,7 +87,7 @@ def looks(store: TCPStore) -> Iterator[Look]:
 
 def end_of(last: Look, address: str) -> str:
     """Return how the job at `address` ended, of which `last` was the last look."""
-    running = [row.rank for row in last.rows if row.state != ENDED]
+    running = [row.rank for row in last.rows if row.state not in (ENDED, LOST)]
     if last.rows and not running:
         return "the job has ended: all ranks have closed their worlds, or their processes ended"
     left = f"; ranks {running} had not said that they end" if running else ""
@@ -96,7 +99,7 @@ def end_of(last: Look, address: str) -> str:
 
 def _row(now: Record, before: Record | None, late: dict[int, str]) -> Row:
     steps_per_s = exposed = None
-    if before is not None and now.time_s > before.time_s:
+    if before is not None and now.number > before.number:  # else of the process that it replaces
         passed_s = now.time_s - before.time_s
         steps_per_s = (now.steps - before.steps) / passed_s
         exposed = (now.exposed_s - before.exposed_s) / passed_s
