@@ -200,8 +200,9 @@ class Replica(ABC):
         """Let a few `numbers` of this rank travel with the gradients of the next step, for nothing.
 
         Call it before the backward pass ends, and read `rode` when ``backward()`` has returned. All
-        ranks that give numbers in a step give the same names, at most eight. They travel as
-        float64, on every wire.
+        ranks that give numbers in a step give the same names, at most eight. A second number of one
+        name replaces the first: add up over accumulated passes. They travel as float64, on every
+        wire.
         """
         self._rules.require_riders("ride()", self._algorithm)
         self._riding.ride(numbers)
