@@ -2,6 +2,7 @@
 """A late rank takes weights, buffers, schedulers and optimizers from the others."""
 
 import threading
+import time
 from copy import deepcopy
 from random import Random
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from late_ranks import (
     weights,
 )
 from torch import nn
+from torch.distributed import HashStore
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -33,6 +35,7 @@ import commrt
 from commrt.backup_workers.backup_replica import BackupWorkersReplica
 from commrt.backup_workers.catch_up import CatchUp
 from commrt.backup_workers.replica_state import ReplicaState, Snapshot, unpack
+from commrt.elastic.state_server import StateServer
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
 from commrt.runtime.generation import Generation
 from commrt.testing.ranks import run_ranks
@@ -294,6 +297,14 @@ def test_state_that_others_could_not_load_is_refused_at_once():
         run_ranks(3, lambda world: trainee(world, commrt.BackupWorkers(1), also=[Unsendable()]))
 
 
+def late_of(timeout_s, members, current=int):
+    """Return a world and a membership of rank 2, as `CatchUp` asks them."""
+    member = SimpleNamespace(gone=set, current=current)
+    elastic = SimpleNamespace(require_open=int, generation=Generation(1, dict.fromkeys(members, 0)), member=member)
+    options = SimpleNamespace(towards="127.0.0.1")
+    return SimpleNamespace(rank=2, timeout_s=timeout_s, config=None, reconnect_options=options), elastic
+
+
 def gone():
     raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)
 
@@ -307,13 +318,33 @@ def gone():
     ids=["a member", "evicted"],
 )
 def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_meanwhile(current, kind, says):
-    member = SimpleNamespace(gone=set, current=current)
-    elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), member=member)
-    world = SimpleNamespace(rank=2, timeout_s=60.0, config=None, reconnect_options=SimpleNamespace(towards="127.0.0.1"))
-    catch_up = CatchUp(world, elastic, None, None, Riding(2, GradientWeights(())))
+    catch_up = CatchUp(*late_of(60.0, (2, 3), current), None, None, Riding(2, GradientWeights(())))
     catch_up.close()
     with pytest.raises(kind, match=says):
         catch_up.fetch(3, [0, 1])
+
+
+def test_a_source_that_stops_as_it_copies_is_left_for_another_long_before_its_limit(monkeypatch):
+    monkeypatch.setattr("commrt.backup_workers.catch_up.unpack", bytes)
+    over, store = threading.Event(), HashStore()
+
+    def stops(_):
+        yield b""
+        over.wait(60.0)
+
+    sources = [
+        StateServer("127.0.0.1", stops),
+        StateServer("127.0.0.1", lambda _: (piece for piece in (b"", b"state"))),
+    ]
+    for rank, source in enumerate(sources):
+        store.set(f"service/{rank}", source.address)
+    catch_up = CatchUp(*late_of(60.0, members=(0, 1, 2)), store, None, Riding(2, GradientWeights(())))
+    begin_s = time.monotonic()
+    assert catch_up.fetch(3, [0, 1]) == b"state"
+    assert time.monotonic() - begin_s < 15.0  # 30 if it may take as long as any copy
+    over.set()
+    for served in (catch_up, *sources):
+        served.close()
 
 
 @for_each(

@@ -83,11 +83,13 @@ class CatchUp:
             connected = self._membership.generation.connected
             for rank in sources:
                 address = self._store.read(f"service/{rank}") if rank in connected else b""
-                # A rank that has the state may take long to copy it.
                 number = 2 * version + self._riding.wants_stop  # as `give` reads it
+                # A rank that has said yes may take long to copy its state, or be stopped: at first
+                # little is waited for, then as long as this rank has waited already.
+                copy_s = min(max(limits.probe_s, limit.waited_s), limits.step_s)
                 if (
                     address
-                    and (packed := request_state(address, number, limits.probe_s, limits.step_s))
+                    and (packed := request_state(address, number, limits.probe_s, copy_s))
                     is not None
                 ):
                     return unpack(packed)
