@@ -507,6 +507,7 @@ class Alone:
         """All ranks begin as rank 0 is."""
         self.algorithm = algorithm
         self.clock = StepClock(range(len(self.optimizers[0])))
+        self.accumulated = False
         self.in_flight = None  # local SGD: the step and the weights with which a period ended
         self.anchor = self.weights()[0]
         for rank in range(1, self.size):
@@ -549,12 +550,16 @@ class Alone:
             self.end_steps(self.clock.on_weights_needed())
 
     def average(self):
+        """End a step, or count what has accumulated as a pass, whose step ends after the optimizers'."""
         self.clock.on_pass(within_step=False)
-        self.end_steps(self.clock.on_weights_needed())
+        is_used_later = self.accumulated and any(param.grad is not None for param in self.models[0].parameters())
+        self.accumulated = False
+        if not is_used_later:
+            self.end_steps(self.clock.on_weights_needed())
 
     def end_a_step(self):
         self.average()
-        self.merge()
+        self.drain()
 
     def drain(self):
         self.end_steps(self.clock.on_weights_needed())
@@ -570,6 +575,7 @@ class Alone:
         loss_of(self.models[rank], self.members[rank], number, heads).backward()
 
     def step_by(self, which):
+        self.accumulated = False
         self.end_steps(self.clock.on_step_begin(which))
         for optimizers in self.optimizers:
             optimizers[which].step()
@@ -646,6 +652,7 @@ class Apart(Loops):
             for number, heads in own:
                 self.truth.add(rank, number, heads)
         self.truth.clock.on_pass(within_step=False)
+        self.truth.accumulated = False
 
     @rule(data=st.data())
     def accumulate(self, data):
@@ -654,6 +661,7 @@ class Apart(Loops):
         self.truth.forward()
         for rank, own in enumerate(passes):
             self.truth.add(rank, *own[0])
+        self.truth.accumulated = True
 
     @rule(which=st.sets(st.sampled_from([0, 1]), min_size=1))
     def step(self, which):
