@@ -17,7 +17,6 @@ from failing_collectives import (
 )
 from fault_cost import Fault, RunLength, reference_holds, run_with_faults
 from growth import run
-from replacements import train_with_deaths
 
 import commrt
 from commrt.testing.processes import RESTART, run_processes
@@ -81,15 +80,6 @@ def test_a_rank_that_is_stopped_in_a_reduction_is_not_waited_for():
     assert max(end.value["longest_s"] for end in survivors(ends, [2])) < STOP_S / 2
 
 
-@pytest.mark.slow
-def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_should():
-    ends = run_with_faults(5, commrt.BackupWorkers(2), [], RunLength(STEPS, in_turn=True))
-    assert all(end.error is None and end.value["equal"] for end in ends), [end.error for end in ends]
-    reference_holds(ends, needed=3)
-    for end in ends:
-        assert all(step % 5 not in members for step, members in end.value["used"].items())
-
-
 def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
     ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(0, AT, "backward", "kill")])
     errors = [str(end.error) for end in ends[1:]]
@@ -151,18 +141,12 @@ def test_a_death_is_noticed_although_no_step_needs_that_rank():
 
 @pytest.mark.slow
 def test_a_replacement_copies_the_weights_of_the_others_and_counts():
-    """Of a rank that dies as it reduces; `train_with_deaths`, below, draws other places."""
+    """Of a rank that dies as it reduces; `test_training_under_failures_ends_and_loses_no_update` draws other places."""
     ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(2, AT, "reducing", "replace")])
     assert [end.error for end in ends] == [None] * 4
     reference_holds(ends, needed=3)
     assert all(end.value["equal"] and not end.value["lost"] for end in ends)
     assert any(2 in members and step > AT for step, members in ends[2].value["used"].items())
-
-
-@pytest.mark.slow
-def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
-    found = train_with_deaths(6, 2, deaths=3)
-    assert found.deaths == 3
 
 
 @pytest.mark.slow

@@ -9,13 +9,11 @@ from cases import for_each, on_ranks, pairwise
 from gossip_models import (
     PATIENT_S,
     STEPS,
-    batch,
     local_step,
     model_of,
     params,
     same,
     simulated,
-    sources,
     trained,
     trainee,
 )
@@ -106,30 +104,6 @@ def test_a_late_partner_is_not_waited_for_with_staleness_1():
         return replica.step
 
     assert run_ranks(ranks, body) == [5, 5]
-
-
-@for_each("ranks", [1, 2, 4])
-def test_gossip_of_gradients_averages_what_two_have_and_nothing_else(ranks):
-    algorithm = Gossip(payload="gradients")
-
-    def body(world):
-        model = model_of()
-        replica = commrt.attach(model, None, algorithm, world=world, bucket_cap_mb=1e-4)
-        for step in range(3):
-            model.zero_grad()
-            model(batch(step, world.rank)).square().sum().backward()
-        return [param.grad.clone() for param in model.parameters()], replica.step
-
-    def alone(rank):
-        model = model_of()
-        model(batch(2, rank)).square().sum().backward()
-        return [param.grad for param in model.parameters()]
-
-    source = {0: 0} | sources(algorithm, 2, ranks)
-    for rank, (found, step) in enumerate(run_ranks(ranks, body)):
-        assert step == 3
-        for grad, own, theirs in zip(found, alone(rank), alone(source[rank]), strict=True):
-            assert torch.allclose(grad, (own + theirs) / 2, rtol=1e-5, atol=1e-7)
 
 
 @on_ranks(2)

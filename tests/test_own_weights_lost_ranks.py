@@ -287,17 +287,6 @@ def test_an_average_that_one_rank_has_not_got_is_made_again_by_all(algorithm, nu
     assert all(same(own, before) for (own, _), (before, _) in zip(found, expected, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["backward", "exchange"])
-def test_the_others_go_on_without_a_process_that_is_killed(where):
-    algorithm = LocalSGD(4, 2, outer=Nesterov(0.7, 0.6), fragments=2)
-    outcomes = run_processes(4, failing_ranks.killed_in_local_sgd, algorithm, 2, where, limit_s=90)
-    left = [outcome.value for rank, outcome in enumerate(outcomes) if rank != 2]
-    assert outcomes[2].value is None
-    assert [members for _, members in left] == [[0, 1, 3]] * 3
-    assert len({weights for weights, _ in left}) == 1
-
-
 @pytest.fixture
 def transport(request, monkeypatch):
     if request.param == "both":

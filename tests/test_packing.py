@@ -3,7 +3,6 @@
 
 import importlib
 import re
-from collections import Counter
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import product
@@ -240,13 +239,12 @@ def test_a_triton_that_is_too_old_is_named_with_what_to_do(monkeypatch):
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 UNTRAINED = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-FP64_ONLY = deepcopy(UNTRAINED).double()
 
 
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = deepcopy(FP64_ONLY)
+        self.layers = deepcopy(UNTRAINED).double()
         self.layers[2].float()
 
     def forward(self, x):
@@ -297,15 +295,6 @@ def test_every_way_to_train_takes_fp64_on_a_gpu_and_gives_the_bits_of_a_cpu(way)
         assert run_ranks(2, body) == on_cpu
 
 
-@pytest.mark.parametrize(
-    ("model", "kernels"), [(MIXED, {"pack_kernel", "reduce_kernel", "unpack_kernel"}), (FP64_ONLY, set())]
-)
-def test_triton_packs_the_fp32_buckets_of_a_model_only(model, kernels):
-    with interpreted_gpu() as launches:
-        run_ranks(2, lambda world: trained(world, model, WAYS["all-reduce"], steps=1))
-    assert Counter(launches.names) == dict.fromkeys(kernels, 2)  # one of each for the bucket of each rank
-
-
 def test_graphs_say_why_they_do_not_carry_fp64_and_the_step_goes_on():
     options = {"algorithm": commrt.Ring(), "graphs": True}
 
@@ -315,28 +304,6 @@ def test_graphs_say_why_they_do_not_carry_fp64_and_the_step_goes_on():
     with interpreted_gpu():
         (_, reasons), _ = run_ranks(2, body, connect=over_nccl)
     assert reasons == {NO_KERNEL} != {FIRST}
-
-
-SUMS = [
-    (FP64, {}),
-    (FP64, {"wire": BF16}),
-    (FP64, {"wire": commrt.Int8(), "algorithm": commrt.Direct()}),
-    (FP32, {}),
-    (torch.int64, {"op": "sum"}),
-    (torch.int32, {"op": "sum"}),
-]
-
-
-def test_all_reduce_takes_on_a_gpu_what_it_takes_on_a_cpu():
-    def body(world):
-        tensors = [(torch.arange(37) * (world.rank + 1)).to(dtype) for dtype, _ in SUMS]
-        for tensor, (_, options) in zip(tensors, SUMS, strict=True):
-            world.all_reduce(tensor, **options)
-        return [tensor.tolist() for tensor in tensors]
-
-    on_cpu = run_ranks(2, body)
-    with interpreted_gpu():
-        assert run_ranks(2, body) == on_cpu
 
 
 def test_triton_packs_where_it_offers_both_dtypes_and_plain_torch_packs_the_rest():

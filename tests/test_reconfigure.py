@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
-from reconfigured_ranks import changing, in_flight, refused, training
-from torch import nn
+from reconfigured_ranks import changing, in_flight, refused
 
 from commrt.testing.processes import run_processes
 
@@ -41,24 +39,6 @@ def test_works_in_flight_name_the_process_that_died_and_the_one_that_left():
     assert reason in zero[2]  # whether it had begun or not
     assert "[rank 1, peer 0" in one[2]
     assert f"Rank 0 saw TransportClosed: {reason}" in one[2]
-
-
-def test_ddp_trains_through_a_death_as_if_the_rest_had_made_the_later_steps():
-    model = nn.Linear(4, 2)
-    torch.manual_seed(0)
-    model.reset_parameters()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        optimizer.zero_grad()
-        numbers = range(3 if step < 3 else 2)
-        for number in numbers:
-            loss = model(torch.full((2, 4), float(number + step))).square().sum() / len(numbers)
-            loss.backward()
-        optimizer.step()
-    zero, one, _ = values(run_processes(3, training), lost={2})
-    assert zero == one
-    for got, expected in zip(zero, model.parameters(), strict=True):
-        torch.testing.assert_close(torch.tensor(got), expected.detach())
 
 
 def test_what_is_no_group_is_refused_and_a_later_one_works():

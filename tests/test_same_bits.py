@@ -80,20 +80,6 @@ def test_a_sum_does_not_depend_on_the_size_of_its_tensor_or_on_its_place_there(n
         assert torch.equal(sums_of(schedule, 1, 0, dtype, samples=1), alone[:1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter"])
-def test_a_direct_sum_is_that_of_a_loop_over_the_ranks_rounded_once(collective, dtype):
-    schedule = candidates(collective, 5)["direct"]
-    given = contributions(5, dtype)
-
-    def body(world):
-        buffer = given[world.rank].repeat(schedule.chunks)
-        world.run(schedule, buffer)
-        return buffer[:SAMPLES]
-
-    assert torch.equal(run_ranks(5, body)[0], reduce(torch.add, given.float()).to(dtype))
-
-
 SHAPES = [(50, 30), (7,), (1,), (3, 5, 11), (2000,), (1,)]
 
 

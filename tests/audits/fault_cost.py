@@ -46,8 +46,6 @@ class RunLength:
     """Number of epochs. Each has the same number of batches for every rank, so ranks end at different steps."""
     most_s: float = 0.0
     """The longest compute time of a step."""
-    in_turn: bool = False
-    """In step s, rank s modulo the number of ranks computes until the others have ended it, so it cannot count."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +131,9 @@ class Trainee:
         self.used: dict[int, tuple[int, ...]] = {}
         self.longest_s = 0.0
 
-    def step(self, most_s, *, in_turn=False):
-        """Make a step that computes for up to `most_s`, or until others have ended it; return True if it counted."""
+    def step(self, most_s):
+        """Make a step that computes for up to `most_s`; return True if it counted."""
         begin_s, version = time.perf_counter(), self.replica.step
-        if in_turn and version % self.world.size == self.rank:
-            self.world.store.wait([f"step {version} has ended"])
         Event().wait(Random(f"{self.seed} {self.rank} {version}").uniform(0.0, most_s))
         backward(self.model, self.rank, version)
         self.optimizer.step()
@@ -146,8 +142,6 @@ class Trainee:
         if last is None or not last.counted:
             return False
         self.used[last.step] = last.members
-        if in_turn:
-            self.world.store.set(f"step {last.step} has ended", "")
         return True
 
     def report(self, **more):
@@ -189,7 +183,7 @@ def work(tell, algorithm, timeout_s, length, faults):
             batches = 0
             drained(replica)
             while not is_over(batches):
-                trainee.step(max(length.most_s, MOST_S * are_replaced), in_turn=length.in_turn)
+                trainee.step(max(length.most_s, MOST_S * are_replaced))
                 batches += 1
                 drained(replica)
             injector.at("gathered", replica.step)

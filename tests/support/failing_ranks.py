@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.elastic.listener import Listener
-from commrt.training.tensor_bytes import fingerprint
 
 STRIKE = 5
 """The step at which something happens."""
@@ -67,14 +66,6 @@ def struck_in_mid_step(tell, algorithm, victim, timeout_s):
         one_step(model, optimizer, world.rank, step)
 
 
-def out_of_data(tell, early, timeout_s):
-    """Rank `early` has data for STRIKE steps, the others for more, and nobody uses join."""
-    model = model_of()
-    _, optimizer, world = joined(commrt.Torus2D(), timeout_s, model)
-    for step in range(STRIKE if world.rank == early else STRIKE + 3):
-        one_step(model, optimizer, world.rank, step)
-
-
 def one_starts_with_another_size(tell, odd_one):
     """Rank `odd_one` was started for a larger world."""
     if os.environ["RANK"] == str(odd_one):
@@ -123,25 +114,3 @@ def gossiping(tell, algorithm, timeout_s, pauses=(), awaited=None):
             tell("done")
             world.store.wait(["evicted"])
         return replica.replicas_equal(), [loss.rank for loss in replica.lost], list(world.members)
-
-
-def killed_in_local_sgd(tell, algorithm, victim, where):
-    """The victim dies in step STRIKE: in its backward pass, or while its weights are in flight."""
-    model = model_of()
-    replica, optimizer, world = joined(algorithm, 20, model)
-
-    def die(*_):
-        if world.rank == victim and step >= STRIKE:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if where == "backward":
-        model[2].weight.register_hook(die)
-    elif world.rank == victim:
-        run = replica._exchange.engine.reduce_now
-        replica._exchange.engine.reduce_now = lambda *args: die() or run(*args)
-    for step in range(3 * STRIKE):  # read by the hooks
-        one_step(model, optimizer, world.rank, step)
-    replica.consolidate()
-    found = fingerprint(model), [*world.members]
-    world.close()
-    return found

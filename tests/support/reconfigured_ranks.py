@@ -11,8 +11,6 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 from failing_ranks import raised
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import commrt.c10d  # noqa: F401  # registers the backend
 
@@ -65,35 +63,6 @@ def changing(tell):
     seen += [received.tolist(), summed(number, later)]
     dist.destroy_process_group()
     return seen
-
-
-def training(tell):
-    """DDP trains through a death: a new group, a new wrapper, and a step again."""
-    number, store = begin()
-    regroup(store, 1, [0, 1, 2])
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = DistributedDataParallel(model)
-
-    def backward(ddp):  # whose frame is in the traceback of its error
-        ddp(torch.full((2, 4), float(number + step))).square().sum().backward()
-
-    step = 0
-    while step < 6:
-        if (number, step) == (2, 3):
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.zero_grad()
-        try:
-            backward(wrapped)
-        except RuntimeError:
-            regroup(store, 2, [0, 1])
-            wrapped = DistributedDataParallel(model)
-            continue
-        optimizer.step()
-        step += 1
-    dist.destroy_process_group()
-    return [each.tolist() for each in model.parameters()]
 
 
 def in_flight(tell):
