@@ -346,7 +346,7 @@ def test_an_accumulation_of_which_only_some_passes_weigh_is_refused(world, algor
     replica.weigh(losses[not first], 3)
     with replica.no_sync():
         losses[0].backward()
-    with pytest.raises(UsageError, match="in some backward passes of an accumulation"):
+    with pytest.raises(UsageError, match=f"pass {'is not' if first else 'is'} weighed .* of every pass or of none"):
         losses[1].backward()
 
 
@@ -395,17 +395,17 @@ def test_numbers_of_all_ranks_ride_as_they_are(world, way):
             assert (replica.rode["seen"].sum, replica.rode["loss"].mean) == (3e300, (0.1 + 1.1 + 2.1) / 3)
 
 
+@for_each("algorithm", [commrt.Torus2D(), LocalSGD(2)])
 @on_ranks(2)
-def test_numbers_change_no_bit_of_the_gradients(world):
-    grads = []
-    for numbers in ({}, {"loss": 1.5}):
-        model = net()
-        replica = commrt.attach(model, None, world=world)
-        replica.ride(**numbers)
-        loss_of(model, *batch(world.rank, 0, 0)).backward()
-        grads.append(torch.cat([param.grad.flatten() for param in model.parameters()]))
-        replica.detach()
-    assert torch.equal(*grads)
+def test_of_numbers_given_twice_in_a_step_the_second_is_refused(world, algorithm):
+    model, optimizer, replica = attached(world, net(), algorithm=algorithm)
+    for step in range(2):
+        replica.ride(seen=step)
+        with pytest.raises(UsageError, match=r"ride\(seen=\) twice"):
+            replica.ride(loss=9, seen=9)
+        loss_of(model, *batch(world.rank, step, 0)).backward()
+        optimizer.step()
+    assert replica.rode["seen"].by_rank == {0: 1, 1: 1}
 
 
 @on_ranks(2)

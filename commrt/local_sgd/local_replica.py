@@ -129,6 +129,11 @@ class LocalReplica(AfterStepReplica):
                 self._local.outer if in_flight.step > self._local.warmup else None,
             )
 
+    def ride(self, **numbers: float) -> None:
+        """See `Replica.ride`: once per step, of which the period's latest rides."""
+        self._riding.begin_step(self._clock.passes)
+        super().ride(**numbers)
+
     def drain(self) -> None:
         """Merge all averages that are in flight, before they are due; collective."""
         self._end_all_steps()  # an optimizer has not stepped

@@ -166,10 +166,11 @@ class GradientWeights:
                 " set what you skip to None (zero_grad())"
             )
         if at_hand.passes and weighs != (at_hand.weight is not None):
+            own, others = ("is", "are not") if weighs else ("is not", "are")
             raise UsageError(
-                "replica.weigh() in some backward passes of an accumulation and not in others: call"
-                " it for the loss of each, and zero_grad() where the gradients of earlier ones are"
-                " not to be used"
+                f"this backward pass {own} weighed by replica.weigh(), and those accumulated before"
+                f" it ({at_hand.passes}) {others}: weigh the loss of every pass or of none, and"
+                " call zero_grad() first where earlier gradients are not to be used"
             )
         self._counted = number
         self.is_idle = False

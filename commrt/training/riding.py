@@ -79,6 +79,8 @@ class Riding:
         self.weights = weights
         self._rank = rank
         self._numbers: dict[str, float] = {}  # that ride in the next step
+        self._replaceable = set[str]()  # names of those of an earlier step of the period
+        self._step = 0  # in which numbers were given, where a period has several
         self._skips = False  # the wish to skip rides in the next step
         self._is_idle = True  # neither rides, and nothing did in the latest step
         self.wants_stop = False
@@ -98,16 +100,29 @@ class Riding:
         self._skips = True
         self._is_idle = False
 
+    def begin_step(self, step: int) -> None:
+        """Let numbers given in `step` replace those of an earlier one, which have not left."""
+        if step != self._step:
+            self._step = step
+            self._replaceable = {*self._numbers}
+
     def ride(self, numbers: Mapping[str, float]) -> None:
-        """Let `numbers` ride in the next step, with those given before."""
+        """Let `numbers` ride in the next step, with those of other names given before."""
         merged = self._numbers | {
             name: require_number(f"ride({name}=)", number) for name, number in numbers.items()
         }
+        if again := sorted(self._numbers.keys() & numbers.keys() - self._replaceable):
+            raise UsageError(
+                f"ride({again[0]}=) twice in one step, which sends one number of each name: if you"
+                f" accumulate, add up your passes in a variable, as in {again[0]} += ..., and call"
+                " ride() once, before the last backward()"
+            )
         if len(merged) > MOST_NUMBERS:
             raise UsageError(
                 f"{len(merged)} numbers ride in one step, and {MOST_NUMBERS} is the most"
             )
         self._numbers = merged
+        self._replaceable -= numbers.keys()
         self._is_idle = False
 
     def leave_with_gradients(self, number: int | None, *, is_mixed: bool = False) -> Leaving | None:
