@@ -29,6 +29,15 @@ def require_whole(name: str, value: object, least: int = 1, most: int | None = N
         raise UsageError(f"{name}={value!r:.80}: give a whole number from {least} {limit}")
 
 
+def require_step_and_ranks(step: object, ranks: object) -> None:
+    """Raise `UsageError` unless ``schedule(step, ranks)`` of an algorithm can mean anything."""
+    # whole numbers pass without a call: each step comes here
+    if type(step) is not int or step < 0:
+        require_whole("step", step, 0)
+    if type(ranks) is not int or ranks < 1:
+        require_whole("ranks", ranks)
+
+
 def as_algorithm(value: object) -> Algorithm:
     """Return `value`, or the algorithm that is called so (`catalogue.by_name`).
 

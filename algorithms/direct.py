@@ -17,7 +17,12 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.arguments import require_maker, require_root, require_whole
+from commrt.algorithms.arguments import (
+    require_maker,
+    require_root,
+    require_step_and_ranks,
+    require_whole,
+)
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.parts import backwards, two_levels
 from commrt.algorithms.registration import (
@@ -248,6 +253,7 @@ class Direct:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return `all_reduce`, or `all_reduce_within`."""
+        require_step_and_ranks(step, ranks)
         if ranks % self.within:
             raise UsageError(
                 f"{ranks} ranks do not fill hosts of within={self.within}: use Direct()"

@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithms import ring
-from commrt.algorithms.arguments import require_whole
+from commrt.algorithms.arguments import require_step_and_ranks, require_whole
 from commrt.algorithms.parts import two_levels
 from commrt.algorithms.registration import Nodes, Registration, Shape, doublings
 from commrt.errors import UsageError
@@ -128,6 +128,7 @@ class DoubleTree:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the trees, whatever the step."""
+        require_step_and_ranks(step, ranks)
         if ranks % self.within:
             raise UsageError(
                 f"{ranks} ranks do not fill nodes of within={self.within}: use DoubleTree()"

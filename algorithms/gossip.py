@@ -17,7 +17,7 @@ import numpy as np
 
 from commrt.algorithm import SYNCHRONOUS
 from commrt.algorithms import ring
-from commrt.algorithms.arguments import require_whole
+from commrt.algorithms.arguments import require_step_and_ranks, require_whole
 from commrt.algorithms.parts import two_levels
 from commrt.errors import UsageError
 from commrt.schedule import MIX, IntArray, Schedule, Step, empty
@@ -36,7 +36,7 @@ def period(p: int) -> int:
     >>> [period(p) for p in (1, 2, 3, 4, 5, 100)]
     [1, 1, 2, 2, 3, 7]
     """
-    return max(1, (p - 1).bit_length())
+    return (p - 1).bit_length() or 1
 
 
 @lru_cache
@@ -191,6 +191,7 @@ class Gossip:
         Raises `UsageError` if `within` does not divide `ranks`, or the topology does not take so
         many rows.
         """
+        require_step_and_ranks(step, ranks)
         rows = self._rows(ranks)
         number, place = divmod(step, period(rows))
         unpermuted = _round(self.topology, rows, place, self.share, self.within)

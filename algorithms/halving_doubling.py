@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from commrt.algorithms.arguments import require_step_and_ranks
 from commrt.algorithms.parts import backwards, folded
 from commrt.algorithms.registration import (
     Registration,
@@ -94,6 +95,7 @@ class HalvingDoubling:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return `all_reduce`, whatever the step."""
+        require_step_and_ranks(step, ranks)
         return all_reduce(ranks)
 
 

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from commrt.algorithms.arguments import require_step_and_ranks
 from commrt.algorithms.parts import folded
 from commrt.algorithms.registration import Registration, is_power_of_two
 from commrt.schedule import ADD, Schedule, Step
@@ -52,6 +53,7 @@ class RecursiveDoubling:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return `all_reduce`, whatever the step."""
+        require_step_and_ranks(step, ranks)
         return all_reduce(ranks)
 
 

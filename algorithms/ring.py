@@ -15,7 +15,7 @@ from math import gcd
 
 import numpy as np
 
-from commrt.algorithms.arguments import require_whole
+from commrt.algorithms.arguments import require_step_and_ranks, require_whole
 from commrt.algorithms.registration import (
     Nodes,
     Registration,
@@ -84,6 +84,7 @@ class Ring:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return `all_reduce`, whatever the step."""
+        require_step_and_ranks(step, ranks)
         return all_reduce(ranks)
 
 
@@ -143,6 +144,7 @@ class Rings:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the rings, whatever the step."""
+        require_step_and_ranks(step, ranks)
         per_node = min(self.per_node or gcd(self.count, ranks), ranks)
         if ranks % per_node:
             raise UsageError(

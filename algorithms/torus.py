@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from commrt.algorithms import ring
+from commrt.algorithms.arguments import require_step_and_ranks
 from commrt.algorithms.parts import folded, two_levels
 from commrt.algorithms.registration import Nodes, Registration, Shape, twice_all_but_one
 from commrt.errors import UsageError
@@ -107,6 +108,7 @@ class Torus2D:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the torus of any step; raises `UsageError` if the grid does not fit `ranks`."""
+        require_step_and_ranks(step, ranks)
         if self.grid is not None and (min(self.grid) < 1 or self.grid[0] * self.grid[1] != ranks):
             x, y = best_grid(ranks)
             raise UsageError(

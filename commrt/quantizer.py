@@ -156,5 +156,24 @@ def Float8(block: int = 256, *, feedback: bool = False) -> Quantizer:  # noqa: N
 QUANTIZERS = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
 """By their names on the command line and in ``wire=``: those of functions, in small letters."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The other wires by their names: names of torch's dtypes."""
+"""The other wires by name: dtypes of torch that may travel in place of wider ones."""
 WIRE_NAMES = (*DTYPES, *QUANTIZERS)
+
+
+def require_wire(wire: object) -> None:
+    """Raise `UsageError` unless `wire` is quantized, a dtype that travels, a name, or None."""
+    is_object = isinstance(getattr(wire, "carried_by", None), str) and not isinstance(wire, type)
+    if wire is None or is_object:
+        return
+    if isinstance(wire, str):
+        if wire.lower() not in {*WIRE_NAMES, *DTYPES.values()}:
+            raise UsageError(
+                f"no wire is called {wire!r:.80}: choose one of {', '.join(WIRE_NAMES)}"
+            )
+        return
+    offered = [f"torch.{dtype}" for dtype in DTYPES.values()]
+    if str(wire) not in offered:
+        raise UsageError(
+            f"wire={wire!s:.80} cannot travel: use {', '.join(offered)}, a quantizer such as"
+            " commrt.Int8(), or None for each dtype as it is"
+        )

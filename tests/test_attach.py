@@ -114,7 +114,6 @@ BACKED, VIEWS = commrt.BackupWorkers(1, inner=Direct()), {"gradients": "views"}
         (LocalSGD(wire=Int4()), {}, r"commrt\.Direct\(\)"),
         (LocalSGD(wire=torch.float16), {"wire": BF16}, "give it once"),
         (LocalSGD(inner=Gossip()), {"wire": BF16}, "would be rounded"),
-        (LocalSGD(inner=Gossip(), wire=BF16), {}, "would be rounded"),
         (LocalSGD(inner=Direct()), {"wire": ADAPTIVE}, "bits follow gradients"),
         (LocalSGD(), {"graphs": True}, "leave graphs out"),
         (Gossip(within=2), {"wire": BF16}, "leave wire out"),

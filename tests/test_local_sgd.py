@@ -282,6 +282,8 @@ REFUSED = [
     (lambda: LocalSGD(inner=SimpleNamespace(schedule=lambda: None)), "give it the signature"),
     (lambda: LocalSGD(inner=Gossip(staleness=1)), "leave staleness out"),
     (lambda: LocalSGD(anchor="gpu"), '"device" or "cpu"'),
+    (lambda: LocalSGD(wire=torch.int8), r"wire=torch\.int8 cannot travel"),
+    (lambda: LocalSGD(inner=Gossip(), wire="bf16"), "would be rounded"),
     (lambda: Mix(1.0), "below 1"),
     (lambda: Nesterov(momentum=1.0), "below 1"),
     (lambda: HeavyBall(momentum="1"), "give a number"),

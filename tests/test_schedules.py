@@ -4,7 +4,7 @@
 import re
 from collections import Counter
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commrt.algorithms import catalogue, chain, direct, halving_doubling, ring, tree
-from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
+from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, POLICIES, by_name, candidates
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.parts import MAX_HELPERS, folded
@@ -284,6 +284,7 @@ NAMES = "all_gather, all_reduce, all_to_all, barrier, broadcast, gather, reduce,
 LARGE = (spec.gather, spec.scatter, spec.all_to_all, spec.all_gather, spec.reduce_scatter)
 NO_PLACES = "cannot be laid on chunks .* must lie inside and be a multiple of 3 long"
 NOT_THREE = ([0, 1], [0, 1, 2, 3], [0, 1, 1], [[0, 1, 2], [2, 3, 4]])
+EVERY, NO_CALLS = [*ALGORITHMS, *POLICIES], [(-1, 4), (0, 0), (0, "4")]
 REFUSED = [
     (r"push \(2 ranks, 1 chunk\) and ring \(3 ranks, 3 chunks\) do not fit", lambda: PUSH.then(RING)),
     (r"push \(2 ranks, 1 chunk\) and ring \(3 ranks, 3 chunks\) do not fit", lambda: PUSH.beside(RING)),
@@ -299,10 +300,8 @@ REFUSED = [
     ("6 ranks do not fill nodes of 4", lambda: Rings(2, 4).schedule(0, 6)),
     ("slices=0: give a whole number", lambda: DoubleTree(slices=0)),
     ("8 ranks do not fill nodes of within=3", lambda: DoubleTree(3).schedule(0, 8)),
-    (r"slices=0: a buffer is cut into 1, 2, \.\.\. slices", lambda: chain.broadcast(4, slices=0)),
     (r"slices=0: a buffer is cut into 1, 2, \.\.\. slices", lambda: chain.reduce(4, slices=0)),
     (r"take 1, 2, 4, 8, \.\.\. ranks, not 6", lambda: halving_doubling.reduce_scatter(6)),
-    (r"take 1, 2, 4, 8, \.\.\. ranks, not 6", lambda: halving_doubling.all_gather(6)),
     ("takes up to 1,024 ranks", lambda: direct.all_gather(1025)),
     (f"no collective is called 'alltoall': choose one of {NAMES}", lambda: candidates("alltoall", 4)),
     (f"no collective is called 'alltoall': choose one of {NAMES}", lambda: spec.collective_of("alltoall", 4, 4)),
@@ -321,6 +320,7 @@ REFUSED = [
     ("ranks are no whole numbers", lambda: RING.over("x")),
     *(("slices", partial(Sliced, slices=count)) for count in (0, 1.5)),
     ("cannot be cut in", lambda: in_slices(RING, 0)),
+    *(("give a whole number", partial(by_name(name).schedule, *call)) for name, call in product(EVERY, NO_CALLS)),
     ("'tours2d': choose one of .*direct, .*gossip", lambda: by_name("tours2d")),
 ]
 

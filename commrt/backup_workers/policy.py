@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.arguments import require_inner, require_whole, schedule_of
+from commrt.algorithms.arguments import (
+    require_inner,
+    require_step_and_ranks,
+    require_whole,
+    schedule_of,
+)
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Schedule
@@ -76,5 +81,6 @@ class BackupWorkers:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the schedule of a step whose quorum is ranks 0 to N - 1 of `ranks`."""
+        require_step_and_ranks(step, ranks)
         needed = self.needed(ranks)
         return schedule_of(self.inner, step, needed).over(range(needed), world=ranks)

@@ -123,7 +123,7 @@ class Engine:
         ranks of another, that other, so that few schedules are proven.
         """
         schedule = self.algorithm.schedule(step, len(members))
-        if schedule.renames is None or not self.mixes:
+        if not self.mixes or schedule.renames is None:
             return schedule, members
         renamed, order = schedule.renames
         return renamed, tuple([members[rank] for rank in order.tolist()])

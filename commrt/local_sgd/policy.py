@@ -24,7 +24,8 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.local_sgd.outer import HeavyBall, Nesterov, Outer
-from commrt.quantizer import Int4
+from commrt.options import require_compatible
+from commrt.quantizer import Int4, require_wire
 from commrt.schedule import Schedule
 
 CORRECT: Final = "correct"
@@ -103,6 +104,8 @@ class LocalSGD:
         self._require_one_in_flight()
         self._require_rest()
         self._require_inner()
+        require_wire(self.wire)
+        require_compatible(self, self.wire)
 
     def _require_one_in_flight(self) -> None:
         if self.fragments > self.period:

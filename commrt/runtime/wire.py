@@ -11,10 +11,7 @@ from typing import ClassVar, Protocol, TypeGuard, cast
 
 import torch
 
-from commrt.errors import UsageError
-
-WIRES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that may travel in place of wider ones."""
+from commrt.quantizer import DTYPES, QUANTIZERS, require_wire
 
 
 class QuantizedWire(Protocol):
@@ -48,31 +45,13 @@ def as_wire(wire: object) -> AnyWire | None:
     >>> as_wire("bf16"), as_wire("bfloat16"), as_wire(torch.bfloat16), as_wire(None)
     (torch.bfloat16, torch.bfloat16, torch.bfloat16, None)
     """
-    if isinstance(wire, str):
-        return _wire_called(wire)
-    if wire is None or is_quantized(wire):
-        return wire
-    if isinstance(wire, torch.dtype) and wire in WIRES:
-        return wire
-    offered = ", ".join(map(str, WIRES))
-    raise UsageError(
-        f"wire={wire!s:.80} cannot travel: use {offered}, a quantizer such as"
-        " commrt.Int8(), or None for each dtype as it is"
-    )
-
-
-def _wire_called(name: str) -> AnyWire:
-    from commrt import quantizer  # noqa: PLC0415  # needed for a name only
-
-    key = name.lower()
-    for short, dtype in quantizer.DTYPES.items():
-        if key in {short, dtype}:
-            return cast("torch.dtype", getattr(torch, dtype))
-    if key in quantizer.QUANTIZERS:
-        return quantizer.QUANTIZERS[key]
-    raise UsageError(
-        f"no wire is called {name!r:.80}: choose one of {', '.join(quantizer.WIRE_NAMES)}"
-    )
+    require_wire(wire)
+    if not isinstance(wire, str):
+        return cast("AnyWire | None", wire)
+    name = wire.lower()
+    if name in QUANTIZERS:
+        return QUANTIZERS[name]
+    return cast("torch.dtype", getattr(torch, DTYPES.get(name, name)))
 
 
 def travels_as(own: torch.dtype, wire: AnyWire | None) -> AnyWire:
