@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 
+from commrt.other_names import IN_COMMRT
+
 
 def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and the ``__dir__`` of `package`, whose names are those of its
@@ -22,9 +24,12 @@ def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[s
         if name == "__all__":
             return sorted(name for name, home in homes(package).items() if home != package)
         if name.startswith("__") or name not in homes(package):
-            raise AttributeError(
-                f"module {package!r} has no attribute {name!r}{_hint(package, name)}"
-            )
+            hint = _hint(package, name)
+            says = f"module {package!r} has no attribute {name!r}{hint}"
+            if hint:
+                raise AttributeError(says)
+            # Python adds a similar name
+            raise AttributeError(says, name=name, obj=sys.modules[package])
         home = homes(package)[name]
         return (
             import_module(f"{home}.{name}")
@@ -36,7 +41,11 @@ def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[s
 
 
 def _hint(package: str, name: str) -> str:
-    """Return where a class called `name` is, or what `package` has in other letters, if any."""
+    """Return where a class called `name` is, or what `package` has in other letters, or what others
+    call so, if any.
+    """
+    if package == "commrt" and name in IN_COMMRT:
+        return f": use {IN_COMMRT[name]}"
     if not name[0].isalpha():
         return ""
     found = [f"{package}.{each}" for each in homes(package) if each.lower() == name.lower()]

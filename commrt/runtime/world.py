@@ -19,6 +19,7 @@ from torch.distributed import Store
 
 from commrt.algorithm import Algorithm
 from commrt.errors import DisagreementError, UsageError
+from commrt.other_names import IN_WORLD, hinting
 from commrt.program import member_program
 from commrt.runtime.all_reduce_call import Op, check_all_reduce_call, require_writable
 from commrt.runtime.comparison import ConsistencyCheck, claim_text
@@ -85,6 +86,7 @@ def _nothing() -> None:
     return None
 
 
+@hinting("world", IN_WORLD)
 @untraced
 class World:
     """Ranks that run schedules on tensors; they may go on without lost ones (`commrt.elastic`).
@@ -564,7 +566,8 @@ class World:
         return f"<World: {ranks}{lost}, over {self.transport.kind}, by {self.launcher}{closed}>"
 
     def __dir__(self) -> list[str]:
-        return sorted(name for name in super().__dir__() if name[0] != "_" and name not in INTERNAL)
+        hidden = INTERNAL | IN_WORLD.keys()
+        return sorted(name for name in super().__dir__() if name[0] != "_" and name not in hidden)
 
     def __enter__(self) -> Self:
         self._entered += 1

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.buckets.digest import Digest
 from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
+from commrt.other_names import IN_REPLICA, hinting
 from commrt.runtime.generation import Loss
 from commrt.store.client import call_store
 from commrt.store.environment import is_on
@@ -50,6 +51,7 @@ INTERNAL = frozenset({"buckets", "come", "drops_gradients", "waits_for"})
 """Names of a replica that are for commrt itself: ``dir()`` leaves them out."""
 
 
+@hinting("replica", IN_REPLICA)
 class Replica(ABC):
     """One rank's attached model; made by `attach`.
 
@@ -133,7 +135,8 @@ class Replica(ABC):
         return f"<Replica of {model} at step {self.step}: {self._algorithm!r}, {where}>"
 
     def __dir__(self) -> list[str]:
-        return sorted(name for name in super().__dir__() if name[0] != "_" and name not in INTERNAL)
+        hidden = INTERNAL | IN_REPLICA.keys()
+        return sorted(name for name in super().__dir__() if name[0] != "_" and name not in hidden)
 
     @property
     def step(self) -> int:
@@ -200,9 +203,9 @@ class Replica(ABC):
         """Let a few `numbers` of this rank travel with the gradients of the next step, for nothing.
 
         Call it before the backward pass ends, and read `rode` when ``backward()`` has returned. All
-        ranks that give numbers in a step give the same names, at most eight. A second number of one
-        name replaces the first: add up over accumulated passes. They travel as float64, on every
-        wire.
+        ranks that give numbers in a step give the same names, at most eight. They travel as
+        float64, on every wire. Raises `UsageError` for a second number of one name in a step: if
+        you accumulate, add up over the passes, and call it once, before the last one.
         """
         self._rules.require_riders("ride()", self._algorithm)
         self._riding.ride(numbers)
