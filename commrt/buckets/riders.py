@@ -42,10 +42,13 @@ SLOT = np.dtype(
 )
 """What rides for one rank; 97 bytes."""
 STOP = 1
+"""Flag: the loop of this rank asks all to stop."""
 SKIP = 2
+"""Flag: it asks all to leave out this step."""
 WEIGHS = 4
+"""Flag: `Replica.weigh` has weighed its gradients."""
 EMPTY = 8
-"""Flags. EMPTY: this rank had no backward pass, and knows nothing of weights."""
+"""Flag: it had no backward pass, so it cannot say whether gradients are weighed."""
 
 Slots = npt.NDArray[np.void]
 """Of dtype `SLOT`, [ranks], or [] for that of one rank."""
@@ -58,7 +61,7 @@ class Leaving(NamedTuple):
     unit: float | None = None
     """By what gradients that weigh were divided; None where this rank has gradients that do not."""
     weighed: int = 0
-    """What the header says of that: see `Header.weighed`."""
+    """1 if the gradients were weighed, else 0; the header compares it (`Header.weighed`)."""
     names: tuple[str, ...] = ()
     """Of the numbers, in their order."""
 
@@ -74,12 +77,13 @@ NOTHING_LEAVES = Leaving()
 class Riders:
     """The slots of all ranks in `area`, a part of a wire; this one's `rank` says which is its own.
 
-    Messages of gossip have one slot only.
+    A message of gossip has one slot, and `rank` is 0 there. Where ranks mix what they have with
+    what came, the sum is a weighted mean: `find_scale` tells by what slots were multiplied.
 
     The thread that trains calls `load` before the bucket is sent, and `read` after the step, until
     the next one begins. In between all belongs to the thread that averages the bucket: mostly the
-    communication thread. Its `add_digest` may come when the step has begun and before `load`, or at
-    the same time: each writes fields of its own.
+    communication thread. There `WeightWatch` reads too. `add_digest` may come there when the step
+    has begun and before `load`, or at the same time: each writes fields of its own.
     """
 
     def __init__(self, area: Tensor, rank: int) -> None:
@@ -95,7 +99,7 @@ class Riders:
         """
         # `leaving`'s, to which `write` adds the digest
         self._own: Slots | None = None
-        # of the slots on the wire, where ranks mix; None where they do not, and it is 1
+        # by which slots on the wire are multiplied where ranks mix; None where they do not
         self._scale: float | None = None
 
     @property
@@ -132,8 +136,8 @@ class Riders:
         self.write()
 
     def find_scale(self) -> float:
-        """Return the scale of the slots on the wire, where ranks mix, from this rank's own 1 for
-        `present`; `read` uses it. On a GPU this waits for the sum.
+        """Return by what the slots on the wire are multiplied where ranks mix: this rank's own
+        `present` was 1. `read` divides by it. On a GPU this waits for the sum.
         """
         self._scale = float(self._area[self._rank * SLOT.itemsize])
         return self._scale

@@ -18,6 +18,9 @@ from commrt.errors import DisagreementError
 class WeightWatch:
     """Lets a digest ride with the first bucket of a step, and compares those that came back.
 
+    In each step `begin`, the sum, `end`. Where the sum lies in host memory `compare` follows at
+    once; on a GPU that would wait for it, so the `begin` of the next step compares.
+
     On the thread that averages the bucket: mostly the communication thread.
     """
 
@@ -27,8 +30,8 @@ class WeightWatch:
         self._came: tuple[int, Collection[int]] | None = None
 
     def begin(self, weights: Digest) -> None:
-        """Let a digest of `weights` before the step that begins ride; on a GPU, compare the last
-        ones first.
+        """Compare what came last, if nobody has; then let a digest of `weights` ride, which are
+        those before the step that begins.
         """
         self.compare()
         self._riders.add_digest(weights)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pieces of a call lie, in slots of the wire and in its rows: pure functions."""
+"""Where the pieces of a call lie, in slots of the wire and in its rows: pure functions.
+
+A slot is a part of the wire. A row is one tensor of a side of the call: of what goes in, or of what
+comes out. A piece is what a slot and a row have in common.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,11 @@ def places(layout: Layout, rank: int, slots: int, numel: int) -> tuple[Piece, ..
     if layout == "nothing":
         return ()
     if layout == "own":
-        return (Piece(rank, 0, 0),)
+        return (Piece(slot=rank, row=0, begin=0),)
     if layout == "joined":
-        return tuple(Piece(slot, 0, slot * numel) for slot in range(slots))
-    return tuple(Piece(slot, slot, 0) for slot in range(slots))
+        return tuple(Piece(slot, row=0, begin=slot * numel) for slot in range(slots))
+    # "each"; "whole" is the same, of one slot
+    return tuple(Piece(slot, row=slot, begin=0) for slot in range(slots))
 
 
 def exchange_places(
@@ -33,6 +38,7 @@ def exchange_places(
     """Return the sizes of all slots of an all-to-all, and where the pieces of its two sides lie.
 
     `sent` and `received` are the sizes of this rank's rows. What it sends itself does not travel.
+    Slot ``sender * ranks + receiver`` is what the one sends the other.
     """
     ranks = len(sent)
     sizes = [0] * (ranks * ranks)
@@ -40,6 +46,6 @@ def exchange_places(
     sizes[rank * ranks : (rank + 1) * ranks] = sent
     sizes[rank * ranks + rank] = 0
     others = [peer for peer in range(ranks) if peer != rank]
-    put = tuple(Piece(rank * ranks + peer, peer, 0) for peer in others)
-    take = tuple(Piece(peer * ranks + rank, peer, 0) for peer in others)
+    put = tuple(Piece(rank * ranks + peer, row=peer, begin=0) for peer in others)
+    take = tuple(Piece(peer * ranks + rank, row=peer, begin=0) for peer in others)
     return tuple(sizes), put, take

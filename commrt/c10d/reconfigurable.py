@@ -131,9 +131,9 @@ class ReconfigurableBackend(CommrtBackend):
         )
         world = ProcessGroupWorld(options)
         world.close_with(self)
-        world.set_timeout(kept_seconds_of(self._timeout))
         self._place = place
         self._world = world
+        world.set_timeout(kept_seconds_of(self._timeout))  # which may have changed meanwhile
         self._uuid = uuid
         self._derived.clear()
 
@@ -168,7 +168,10 @@ class ReconfigurableBackend(CommrtBackend):
             super().shutdown()
 
     def abort(self) -> None:
-        """End what is in flight with an error, and close; `reconfigure` makes new connections."""
+        """End what is in flight with an error, and close; `reconfigure` makes new connections.
+
+        A reconfiguration that runs goes on to its own end, or timeout.
+        """
         self._end("the process group was aborted")
 
     def _end(self, reason: str) -> None:

@@ -43,7 +43,7 @@ class GrowingReplica(LocalReplica):
     """A `LocalReplica` of one fragment, merged at once, which gives its state and takes another's.
 
     It replaces of `ElasticReplica`, which calls them on the thread that trains: `_enter`, on the
-    rank that comes (`come`); `_follow`, there and where `_keeps_taken_state` takes the state again;
+    rank that comes (`come`); `_follow`, there and where `_retakes_state` takes it again;
     and in hooks of a backward pass, on its thread, `_may_give` and `_record`, where a rank asks.
 
     It writes what comes to the fragment, its weights included, to `_seen` and, by `go_on_after`, to

@@ -231,7 +231,7 @@ class LocalReplica(AfterStepReplica):
         model's weights, which must be equal on all ranks. Raises `UsageError` if `state` does not
         fit, `DisagreementError` if ranks load different steps or anchors: nothing is loaded then.
         """
-        if self._keeps_taken_state():
+        if self._retakes_state():
             return
         self._world.require_all_ranks("load_state_dict()")  # before anything changes
         step = self._step_in(state)

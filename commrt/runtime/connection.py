@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks tell each other where they are, choose one transport for host memory, and connect it.
 
-Reads and writes the store, on whichever thread calls, and raises the process's limit on open files;
-keeps nothing. A world keeps `ReconnectOptions`, to connect again in a new generation.
+On whichever thread calls. Reads the store, and writes what each rank tells and how many have read
+it (``read``). Raises the process's limit on open files, and keeps nothing. A world keeps
+`ReconnectOptions`, to connect again in a new generation.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Start(NamedTuple):
     """What the ranks have told each other before they connect."""
 
     hosts: Mapping[int, str]
-    """The host of each member, as `host_identity` says."""
+    """The host of each member, as `shared_host` says."""
     towards: str | None
     """An address in the network between the ranks; None if no rank knows one."""
 
@@ -94,8 +95,15 @@ def transport_called(name: str | None) -> HostTransport | None:
     return cast("HostTransport", resolve_name(TRANSPORTS[name])) if name in TRANSPORTS else None
 
 
-def suited(hosts: Sequence[str | None]) -> HostTransport:
-    """Return the transport for ranks on `hosts`; None: processes there cannot share memory.
+def shared_host(identity: str | None, rank: int) -> str:
+    """Return the name under which `rank` shares the memory of its host, whose `host_identity` this
+    is; a name of its own for None.
+    """
+    return identity or f"none that rank {rank} can share"
+
+
+def suited(hosts: Sequence[str]) -> HostTransport:
+    """Return the transport for ranks on `hosts`, which `shared_host` names.
 
     It is shared memory on one host, Gloo where each rank has a host of its own, and both at once
     otherwise.
@@ -105,7 +113,7 @@ def suited(hosts: Sequence[str | None]) -> HostTransport:
         if len(set(hosts)) < len(hosts)
         else TRANSPORTS["gloo"]
     )
-    is_one_host = len(set(hosts)) == 1 and hosts[0] is not None
+    is_one_host = len(set(hosts)) == 1
     return cast("HostTransport", resolve_name(TRANSPORTS["shared"] if is_one_host else between))
 
 
@@ -130,8 +138,7 @@ def compare_starts(
         choice[0]: choice[1],
     }
     identity = host_identity()
-    host = identity or f"none that rank {rank} can share"
-    own = _Told(host, claim, network_address(store) or "")
+    own = _Told(shared_host(identity, rank), claim, network_address(store) or "")
     try:
         # a rank that differs from the first one need not wait for all
         for some in (members[:1], members):
@@ -151,11 +158,13 @@ def compare_starts(
                 " network namespace: unset it, or start them all on one"
             )
     except CommrtError:
-        with suppress(RuntimeError, TransportError):  # the error is known
+        # The first rank, which may hold the store, stays until all have read why they end, so that
+        # each says that, and not that the store is gone.
+        with suppress(RuntimeError, TransportError):
             call_store(lambda: wait_until_read(store, rank, members), LINGER_S)
         raise
     call_store(lambda: store.add("read", 1), rank=rank)
-    is_near = identity is not None and set(hosts.values()) == {identity}
+    is_near = set(hosts.values()) == {identity}
     seen = [own.address, *(starts[peer].address for peer in members)]
     return Start(hosts, LOOPBACK if is_near else _towards(seen))
 

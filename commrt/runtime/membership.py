@@ -85,7 +85,8 @@ class Membership:
 
         Written by `start_no_earlier` only.
         """
-        # the same for exchanges that the communication thread has not begun; of the training thread
+        # the first training step whose exchanges were not submitted; the training thread writes
+        # it, and `ElasticMembership` reads it
         self._submitted_steps = 0
         self.failures = 0
         """Since an exchange was completed.
@@ -111,8 +112,8 @@ class Membership:
         """Begin what `begin` returns, on `tensor`, and return its future; None if it is done.
 
         All members do so, in a `collective`. `at_once`: the calling thread does it, unless others
-        are on their way. It overwrites `tensor` and the call's `residual`, of which only a
-        membership that may do it again needs to know here.
+        are on their way. It overwrites `tensor` and the call's `residual`, what earlier roundings
+        left; only a membership that may do the call again needs to know of them here.
         """
         run_now = begin()
         comm_thread = self._comm_thread
@@ -173,10 +174,13 @@ class Membership:
         return False
 
     def depart(self, why: str, *, finished: bool = False) -> None:
-        """Tell the others not to wait for this rank; safe to call twice."""
+        """Tell the others not to wait for this rank; safe to call twice.
+
+        `finished`: it had nothing more to do, and does not count as lost.
+        """
 
     def end_membership(self, why: str, *, finished: bool = False) -> None:
-        """Tell the others that this rank goes on without them, because of `why`."""
+        """`depart`, and take no part in anything more: this rank goes on alone."""
 
     def wait_for_all_closed(self) -> None:
         """Stay until all others have ended it too; the process that holds the store calls this."""

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams of a GPU, as a thread uses them; and work that a thread captures as a graph.
+"""The streams of a GPU, as a thread uses them.
 
 On a GPU a call returns once its work is queued on the calling thread's current stream. On a CPU
 work is done when its call returns, so streams and events do nothing there.
 
-Sets the calling thread's current device and stream. A capture stops Python's garbage collector, for
-all threads, as long as it takes.
+Sets the calling thread's current device and stream, and nothing else.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
+
+from commrt.threads.graph_capture import capture
 
 
 class StreamEvent:
@@ -48,7 +48,7 @@ class Streams:
         """Make the device the thread's current one."""
 
     def enter(self) -> None:
-        """`use` the device; make this thread's current stream, and one for `side_stream`."""
+        """`use` the device, and make its main and side stream; the main one is current now."""
 
     def current(self) -> int:
         """Return the thread's current stream as C libraries take it; 0 is the default stream."""
@@ -65,11 +65,11 @@ class Streams:
         """
 
     def main_stream(self) -> AbstractContextManager[object]:
-        """Make the first stream current in the body; for a thread that called `enter`."""
+        """Make the main stream current in the body; any thread may, once one has called `enter`."""
         return nullcontext()
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Make the second stream current in the body; for a thread that called `enter`."""
+        """Make the side stream current in the body; any thread may, once one has called `enter`."""
         return nullcontext()
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
@@ -88,7 +88,8 @@ class CudaStreams(Streams):
     """The streams of one GPU.
 
     They have a high priority: their blocks run first where there is no room for all. One thread
-    calls `enter`, before another uses what it makes; all else is for any thread.
+    calls `enter`, before any uses the main or side stream; all else is for any thread. Where a
+    graph is captured, see `graph_capture`.
     """
 
     queues = True
@@ -96,8 +97,8 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # of the thread that has called `enter`
-        self._first: torch.cuda.Stream | None = None
-        self._second: torch.cuda.Stream | None = None
+        self._main: torch.cuda.Stream | None = None
+        self._side: torch.cuda.Stream | None = None
         # by handle, and only added to: making the object takes longer than using it
         self._seen: dict[int, torch.cuda.Stream] = {}
 
@@ -106,8 +107,8 @@ class CudaStreams(Streams):
 
     def enter(self) -> None:
         self.use()
-        self._first, self._second = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.set_stream(self._first)
+        self._main, self._side = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(self._main)
 
     def current(self) -> int:
         # torch.cuda.current_stream() makes an object per call; Triton calls this function too
@@ -130,47 +131,13 @@ class CudaStreams(Streams):
         return self._seen[handle]
 
     def main_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._first)
+        return torch.cuda.stream(self._main)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._second)
+        return torch.cuda.stream(self._side)
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """Capture a CUDA graph. Other threads may allocate meanwhile."""
-        graph = torch.cuda.CUDAGraph()
-        pool = torch.cuda.graph_pool_handle()
-        collects = gc.isenabled()
-        gc.disable()  # what the garbage collector frees would end the capture (triton#10712)
-        try:
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # the first error says why
-                    self._end(graph, pool)
-                raise
-            self._end(graph, pool)
-        finally:
-            if collects:
-                gc.enable()
-        return graph
-
-    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            self._leave_capture(pool)
-            raise
-
-    def _leave_capture(self, pool: Any) -> None:
-        """Bring torch out of a capture that CUDA ended: allocator and random number generator."""
-        for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # noqa: SLF001
-            with suppress(RuntimeError):  # it was done already
-                leave(self._device.index, pool)
-        another = torch.cuda.CUDAGraph()
-        with suppress(RuntimeError):
-            another.capture_begin(capture_error_mode="thread_local")
-            another.capture_end()
+        return capture(self._device, work)
 
 
 def streams_of(device: torch.device) -> Streams:

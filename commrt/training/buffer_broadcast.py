@@ -16,7 +16,7 @@ from commrt.buckets.span import Span
 from commrt.errors import UsageError
 from commrt.runtime.generation import Members
 from commrt.threads.future import Future
-from commrt.training.descriptions import describe_buffers
+from commrt.training.comparable_text import describe_buffers
 from commrt.training.flat_buffer import FlatBuffer
 from commrt.training.unread_buffers import unread_buffers
 

@@ -20,6 +20,7 @@ from commrt.buckets.tensors import Named
 from commrt.elastic.elastic_membership import ElasticMembership, end_survival, survive_losses
 from commrt.errors import UsageError
 from commrt.runtime.untraced import untraced
+from commrt.runtime.world import World
 from commrt.training.admission import letting_in
 from commrt.training.arrival import StateGiver, fetch_state
 from commrt.training.backward_pass import at_end_of_backward
@@ -42,7 +43,16 @@ def call_if_alive(method: WeakMethod[Callable[[], T]]) -> T | None:
     return None if call is None else call()
 
 
+def _is_alone(world: World) -> bool:
+    """Return True if no rank trains another model in `world`: two models have no common step.
+    Collective.
+    """
+    others = f"more on rank {world.rank}" if attached_to(world) > 0 else "0"
+    return world.all_equal("other models that train alone", others)
+
+
 def _needs_nobody(_: int) -> int:
+    """Return how many of so many ranks must be left for those that come: any number is enough."""
     return 0
 
 
@@ -73,27 +83,26 @@ class ElasticReplica(Replica):
         self._taken: bytes | None = None
         """Another rank's state, until the first step of this process."""
         admits = world.size > world.founders
-        founds = world.config is None
-        # two models have no common step
-        others = f"more on rank {world.rank}" if attached_to(world) > 0 else "0"
-        alone = not founds or world.all_equal("other models that train alone", others)
-        if admits and not alone:
+        is_founder = world.config is None  # not a process that comes while others train
+        # one that comes must not call what the others do not
+        is_alone = _is_alone(world) if is_founder else True
+        if admits and not is_alone:
             raise UsageError(
                 "init(up_to=) with two models that train alone: who comes takes the state of one;"
                 " detach() the other one first"
             )
         self._giver = StateGiver(world, self._number) if admits else None
         if isinstance(world.membership, ElasticMembership):
-            world.membership.end("another model gossips now")
-        if alone and world.reconnect_options is not None:
+            world.membership.end("another model trains alone now")
+        if is_alone and world.reconnect_options is not None:
             survive_losses(
                 world,
                 self._number,
                 needed=None if self._giver is None else _needs_nobody,
-                founds=founds,
+                founds=is_founder,
                 made=partial(call_if_alive, WeakMethod(self._steps_made)),
             )
-        if self._giver is not None and founds:
+        if self._giver is not None and is_founder:
             self._giver.open()
 
     @abstractmethod
@@ -142,8 +151,10 @@ class ElasticReplica(Replica):
     def _follow(self, record: Mapping[str, Any]) -> None:
         """Take over what another rank's `_record` is."""
 
-    def _keeps_taken_state(self) -> bool:
-        """Return True before the first step of a process that came: it took the others' again."""
+    def _retakes_state(self) -> bool:
+        """Overwrite all with the state that this process came with, before its first step; return
+        False, and do nothing, in any other case.
+        """
         if self._taken is None:
             return False
         _log.info(
@@ -155,7 +166,7 @@ class ElasticReplica(Replica):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of `state`; a process that came keeps the others'. Collective."""
-        if not self._keeps_taken_state():
+        if not self._retakes_state():
             super().load_state_dict(state)
 
     def _answer_newcomers(self, giver: StateGiver) -> None:

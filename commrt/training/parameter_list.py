@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of an attached model, and whether they are still the ones that were attached.
 
-On the thread that trains. It only looks, and raises where the model has changed.
+It only looks, and raises where the model has changed. `names` may run on any thread that steps an
+optimizer, of this model or of another; the rest on the thread that trains.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ParameterList:
 
     def _is_as_before(self) -> bool:
         """Return True if all modules hold the same objects as in the latest walk."""
-        # another thread may own the model
+        # each dict is copied in one call: another thread may own the model, and change it now
         now = [*chain.from_iterable(map(tuple, map(dict.values, self._dicts)))]
         return len(now) == len(self._known) and all(map(is_, now, self._known))
 

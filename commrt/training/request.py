@@ -24,7 +24,7 @@ from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.store.addresses import host_identity
 from commrt.store.world_config import WorldConfig
-from commrt.training.descriptions import comparable, describe_buffers, describe_optimizers
+from commrt.training.comparable_text import comparable, describe_buffers, describe_optimizers
 from commrt.training.loss_scale import LossScales
 from commrt.training.model_collectives import overwrite_states
 from commrt.training.stateful import Stateful

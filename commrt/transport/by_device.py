@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transport made of several: for host memory, and for each GPU of the rank.
+"""One transport made of several: for host memory, and for the rank's GPU.
 
 Chooses by the device of the tensors, gives all transports one timeout, and ends them. The thread
-that exchanges adds transports, between groups; `abort_host` is for any thread, and so is what
-others may call by the protocol.
+that exchanges adds transports, between groups. Any thread may `allocate`, set `timeout_s`, `abort`
+and `abort_host`; all else is for the thread that exchanges.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class TransportByDevice(Transport):
             transport.wait()
 
     def close(self) -> None:
-        """Close all transports, and raise the error of one."""
+        """Close all transports, and raise the error of one; nobody adds any meanwhile."""
         with ExitStack() as stack:
             for transport in self._by_device.values():
                 stack.callback(transport.close)

@@ -18,7 +18,7 @@ from commrt.algorithms import ring
 from commrt.errors import CommrtError, DisagreementError, UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.runtime.connection import suited, transport_called
+from commrt.runtime.connection import shared_host, suited, transport_called
 from commrt.runtime.explanation import Explanation
 from commrt.runtime.init import init
 from commrt.schedule import Schedule
@@ -61,7 +61,8 @@ def exchange() -> Iterator[Finding]:
     """Let two forked processes all-reduce over the transport of ``init()``, and check the sums."""
     schedule = ring.all_reduce(RANKS)
     prove(schedule, all_reduce(RANKS, schedule.chunks))
-    asked = (transport_called(chosen_transport()) or suited([host_identity()])).kind
+    hosts = [shared_host(host_identity(), rank) for rank in range(RANKS)]
+    asked = (transport_called(chosen_transport()) or suited(hosts)).kind
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # forked processes cannot inherit more
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks compare when a model is attached, as text: pure functions."""
+"""Buffers and optimizers as text that is equal on all ranks if they are: pure functions."""
 
 from __future__ import annotations
 
