@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 from failing_collectives import (
-    collectives_at,
     dying_in_a_disagreement,
     dying_in_a_sum,
     ends_early,
@@ -19,7 +18,7 @@ from fault_cost import Fault, RunLength, reference_holds, run_with_faults
 from growth import run
 
 import commrt
-from commrt.testing.processes import RESTART, run_processes
+from commrt.testing.processes import run_processes
 
 INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
 AT, STEPS, STOP_S = 4, 16, 12.0
@@ -160,16 +159,3 @@ def test_the_holder_of_the_store_waits_for_ranks_that_train_longer_than_the_time
     ends = run_processes(3, ends_early, 45)
     assert [end.error for end in ends] == [None] * 3
     assert all(end.value >= 35 for end in ends[1:])
-
-
-def killed(_, message, process):
-    process.kill()
-    return RESTART if message == "replace" else True
-
-
-@pytest.mark.slow
-def test_a_replacement_makes_the_collectives_after_its_first_step():
-    ends = run_processes(4, collectives_at, (10, 12, 300), on_message=killed)
-    assert [end.error for end in ends] == [None] * 4
-    assert all(equal for end in ends for _, equal in end.value)
-    assert [end.value[-1][0] for end in ends] == [300] * 4

@@ -160,25 +160,6 @@ def ends_early(tell, batches, timeout_s=2.0):
     return replica.step
 
 
-def collectives_at(tell, goals, timeout_s=8.0):
-    """Make a collective after each of `goals` updates; a replacement makes those after its first step."""
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    made, equal = replica.step if world.is_replacement else 0, []
-    for goal in (goal for goal in goals if goal > made):
-        while replica.drain() or replica.step < goal:
-            if world.rank == 2 and not world.is_replacement and replica.step >= goals[0] - 2:
-                tell("replace")
-                Event().wait(60.0)
-            if not world.store.check(["the replacement trains"]):
-                Event().wait(0.03)  # or the others might come to their end before it is let in
-            one_step(model, optimizer, world.rank, replica.step)
-            if world.is_replacement:
-                world.store.set("the replacement trains", "")
-        equal.append((goal, replica.replicas_equal()))
-    world.close()
-    return equal
-
-
 def leaves_in_the_middle(tell, how):
     """Ranks 1 and 2 of three leave after two steps, without having said that their data has ended."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), 20.0, model := model_of())
