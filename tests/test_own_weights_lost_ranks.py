@@ -87,12 +87,13 @@ def test_the_others_go_on_without_a_rank_that_is_lost(algorithm, ranks, end):
     require_they_went_on(loops, algorithm, {1})
 
 
-def test_a_loss_is_logged_once(caplog):
+def test_a_loss_is_logged_once_and_reported(caplog):
     with caplog.at_level(logging.WARNING, "commrt"):
         outcomes = run_ranks(3, lambda world: finished(world, Gossip(), {1: 4}))
     (loss,) = outcomes[0].replica.lost
     told = f"commrt: rank 1 is lost, as the others noticed in step {loss.step}: it closed its world; 2 ranks go on"
     assert [record.getMessage() for record in caplog.records] == [told]
+    assert f"step {loss.step}: rank 1 is lost" in outcomes[2].replica.report()
 
 
 @for_each(("batches", "dies_at"), [((3, 6, 9, 12), 5), ((3, 9, 3), 7)], ids=["one of several", "the last with data"])

@@ -105,9 +105,9 @@ class ElasticMembership(Membership):
     `membership` when this one ends, and the member's generation (`restart_at_step`) and connection
     to the store (`close`).
 
-    The communication thread writes the attributes of the generation, and `failures`, which
-    `BackupExchange` and `GossipExchange` set to 0 there. The training thread sets `failures` to 0
-    at the end of `together`, where all members have exchanged, and the generation in
+    The communication thread writes the attributes of the generation, `history`, and `failures`,
+    which `BackupExchange` and `GossipExchange` set to 0 there. The training thread sets `failures`
+    to 0 at the end of `together`, where all members have exchanged, and the generation in
     `restart_at_step`, where nothing is in flight.
     """
 
@@ -211,7 +211,7 @@ class ElasticMembership(Membership):
             self._transport.abort()
             # 2. agree with the others who goes on
             generation = self._next_generation()
-            self._log_changes(before, generation)
+            self._note_changes(before, generation)
             if generation.ranks != before.ranks:
                 self.failures = 0
             # 3. a member that was left out calls all to another roll call
@@ -238,10 +238,12 @@ class ElasticMembership(Membership):
             self._use(generation)
         return generation
 
-    def _log_changes(self, before: Generation, generation: Generation) -> None:
+    def _note_changes(self, before: Generation, generation: Generation) -> None:
+        changes = generation.changes_since(before)
+        self.history += tuple([f"step {generation.start}: {change}" for change in changes])
         is_first = self._transport.rank == generation.connected[0]
         level = logging.WARNING if is_first else logging.INFO
-        for change in generation.changes_since(before):
+        for change in changes:
             _log.log(level, "commrt: %s; %d ranks go on", change, len(generation.connected))
 
     def _connect(self, generation: Generation) -> None:

@@ -85,6 +85,8 @@ class Membership:
 
         Written by `start_no_earlier` only.
         """
+        self.history: tuple[str, ...] = () if before is None else before.history
+        """What has changed since the start, and in which step; only grows, with each generation."""
         # the first training step whose exchanges were not submitted; the training thread writes
         # it, and `ElasticMembership` reads it
         self._submitted_steps = 0

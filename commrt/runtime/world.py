@@ -194,7 +194,7 @@ class World:
 
     @property
     def lost(self) -> tuple[Loss, ...]:
-        """The lost ranks without which the others went on, and why."""
+        """The lost ranks without which the others go on, and why; not those that were replaced."""
         return self.membership.lost
 
     @property

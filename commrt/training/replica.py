@@ -339,7 +339,7 @@ class Replica(ABC):
 
     @property
     def lost(self) -> tuple[Loss, ...]:
-        """The ranks that are lost, since when, and why.
+        """The ranks that are lost, since when, and why; not those that were replaced (`report`).
 
         Gossip of weights and backup workers go on without them. With backup workers the death of a
         rank that was not needed is noticed when ranks connect anew, or in a collective call.
@@ -355,7 +355,8 @@ class Replica(ABC):
 
         Not collective. Which rank is late it knows if the job runs with ``COMMRT_LIVE=1``; then it
         reads the store. With backup workers it says how often each rank's gradients were dropped
-        in the steps that this rank knows of: all but those in which it was a whole step behind.
+        in the steps that this rank knows of: all but those in which it was a whole step behind. A
+        line says which ranks were lost and replaced since the start of this process, and when.
         """
         world = self._world
         records: Sequence[Record] = ()
@@ -364,7 +365,8 @@ class Replica(ABC):
         title = f"rank {world.rank} of {world.size}"
         passed_s = perf_counter() - self._attached_s
         dropped = self._dropped if self.drops_gradients else None
-        return table_of(title, self.stats(), passed_s, records, dropped)
+        history = world.membership.history
+        return table_of(title, self.stats(), passed_s, records, dropped, history)
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why no graph carried buckets in the latest step; empty where none are tried."""

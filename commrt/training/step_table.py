@@ -25,10 +25,12 @@ def table_of(
     passed_s: float,
     records: Sequence[Record],
     dropped: Mapping[int, int] | None = None,
+    history: Sequence[str] = (),
 ) -> str:
     """Return a table of `stats` since attach, `passed_s` ago; `records` are of all ranks, if any.
 
     Where gradients may be dropped, `dropped` has the steps that did not count them, by rank.
+    `history` says which ranks were lost and replaced, of which the latest are shown.
 
     >>> print(table_of("rank 0 of 2", Stats(10, 2.0, 1.5, 4_000_000), 6.0, []))
     rank 0 of 2: 10 steps in 6 s, 1.67 steps/s
@@ -57,6 +59,9 @@ def table_of(
         f"sent {stats.nbytes_sent / 1e6 / steps:.3g} MB per step",
         _last_of(records, passed_s) if dropped is None else _dropped_of(dropped, stats.steps),
     ]
+    if history:
+        earlier = f"{len(history) - MOST_SHOWN} earlier ones; " if len(history) > MOST_SHOWN else ""
+        lines.append(f"losses and replacements: {earlier}{'; '.join(history[-MOST_SHOWN:])}")
     return "\n".join(lines)
 
 
