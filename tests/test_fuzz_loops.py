@@ -865,8 +865,7 @@ class Backups(Loops):
     def replace_a_rank(self, heads):
         self.crew.replace()
         self.train_on(Course(), [heads])
-        number = self.crew.gone[-1][0].world.rank
-        assert f"process has the place of rank {number}" in self.crew.ranks[number - 1].replica.report()
+        assert any("a new process has the place" in rank.replica.report() for rank in self.crew.ranks)
         self.saved = None
 
     @rule()

@@ -270,7 +270,6 @@ def test_the_bound_of_the_outer_rate_is_where_the_anchor_swings_ever_more(rule, 
 
 
 REFUSED = [
-    (lambda: LocalSGD(period=0), "whole number from 1"),
     (lambda: LocalSGD(delay=-1), "whole number from 0"),
     (lambda: LocalSGD(period=4, delay=5), r"delay=5 is longer than period=4: later exchanges would leave before"),
     (lambda: LocalSGD(period=4, fragments=5), "at most one may leave per step"),

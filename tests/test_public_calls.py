@@ -20,8 +20,8 @@ import commrt
 from commrt import Gossip, Ring, Torus2D
 from commrt.algorithms.arguments import as_algorithm
 from commrt.algorithms.catalogue import ALGORITHMS, POLICIES
-from commrt.quantizer import WIRE_NAMES
-from commrt.runtime.wire import as_wire, is_quantized
+from commrt.quantizer import DTYPES
+from commrt.runtime.wire import as_wire
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 
@@ -66,11 +66,7 @@ def test_names_of_torch_and_of_the_command_line_mean_the_objects(world):
     for name, kind in ALGORITHMS.items():
         assert as_algorithm(name) == as_algorithm(kind.__name__) == kind()
     assert [type(as_algorithm(name)).__name__ for name in POLICIES] == ["Gossip", "BackupWorkers", "LocalSGD"]
-    assert {as_wire(name) for name in WIRE_NAMES if not is_quantized(as_wire(name))} == {
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    }
+    assert [*map(as_wire, DTYPES)] == [torch.float32, torch.bfloat16, torch.float16]
     assert (as_wire("bfloat16"), as_wire("Int4")) == (torch.bfloat16, commrt.Int4())
     assert "'int3': choose one of fp32, bf16, fp16, int8, int4, int2" in raised(lambda: as_wire("int3"))
     assert commrt.DDPState("Torus2D", "bf16") == commrt.DDPState(Torus2D(), torch.bfloat16)
@@ -101,8 +97,8 @@ def test_a_wrong_name_or_kind_of_value_is_told_and_the_world_goes_on(world):
     assert raised(lambda: commrt.int8).endswith("did you mean commrt.Int8?")
     replica = Loop(world, Ring()).replica
     for owner, name in ((commrt, "get_world_size"), (world, "get_world_size"), (replica, "module")):
-        hint = f"{name!r}: use {'replica' if owner is replica else 'world'}."
-        assert hint in raised(partial(getattr, owner, name))
+        owned = "replica" if owner is replica else "world"
+        assert f"{name!r}: use {owned}." in raised(partial(getattr, owner, name))
         assert not hasattr(owner, name)
     assert "place=3: give a function" in raised(lambda: commrt.Shares([1], 1, place=3))
     assert "device='x': give a torch.device" in raised(lambda: world.explain(4, device="x"))
