@@ -29,9 +29,9 @@ from commrt.store.client import (
     call_store,
     clone_connection,
     no_answer,
+    start_request,
 )
 from commrt.store.parsing import malformed
-from commrt.threads.calls import start_call
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.threads.future import Future
 
@@ -264,7 +264,7 @@ class QuorumVote:
         """Return the answer to `request`; calls `check` with the seconds waited, now and then and
         at a step's limit.
         """
-        answer = start_call(request)
+        answer = start_request(request)
         deadline = None
         pause_s = PROBE_S / 20 if self._were_too_few else PROBE_S
         due_s = max(pause_s - CALL_LOOK_S, 0.0)
@@ -370,7 +370,7 @@ class QuorumVote:
         """
         if step % DELETED_STEPS or step < KEPT_STEPS:
             return None
-        return start_call(partial(_delete_steps, self._connection, step - KEPT_STEPS))
+        return start_request(partial(_delete_steps, self._connection, step - KEPT_STEPS))
 
 
 def _get(store: Store, key: str) -> str:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
 from threading import Event
 
 from torch.distributed import DistNetworkError, Store
@@ -28,7 +29,7 @@ from commrt.elastic.records import OPEN, RUNNING, Arrival, Head
 from commrt.elastic.roster import ROLL_CALL, Roster, arrival_key, wake_key
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
 from commrt.runtime.generation import Generation, Loss
-from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection
+from commrt.store.client import ANSWER_S, TimedStore, ask, call_store, clone_connection
 from commrt.threads.deadline import Deadline
 from commrt.threads.starting import start_thread
 
@@ -398,7 +399,7 @@ class Member:
         """Call `on_roll_call` for each generation that other ranks want to form."""
         while not self._closed.is_set():
             try:
-                store.wait([wake_key(self.rank, self._watched)], WATCH_LIMIT)
+                ask(partial(store.wait, [wake_key(self.rank, self._watched)], WATCH_LIMIT))
             except DistNetworkError:
                 return  # the store is gone: the threads that need it raise that
             except RuntimeError:
@@ -421,8 +422,6 @@ class Member:
         """
         self._closed.set()
         if self._watcher is not None and self._watcher is not threading.current_thread():
-            # A thread inside the store's C++ code would abort the process while the interpreter
-            # ends.
             with suppress(RuntimeError, TransportError):
                 own = wake_key(self.rank, self._watched)
                 call_store(lambda: self.store.connection.set(own, "0"), rank=self.rank)

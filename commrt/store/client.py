@@ -2,7 +2,8 @@
 """Requests to torch's store that end in time, whoever holds it.
 
 A request runs on a thread of its own, and any thread may wait for it. Knows no keys and no values.
-The end of the process waits for those that still run, until `skip_wait_at_exit` is called.
+The end of the process waits for those that still run, then stops their threads, until
+`skip_wait_at_exit` is called.
 
 torch's own timeouts do not help when the process that holds the store is stopped: after one has
 expired, the client asks the store to cancel the request, and waits without limit for its answer
@@ -12,9 +13,14 @@ expired, the client asks the store to cancel the request, and waits without limi
 from __future__ import annotations
 
 import atexit
+import ctypes
+import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
+from functools import partial
+from threading import get_ident
 from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, Store
@@ -22,6 +28,7 @@ from torch.distributed import DistNetworkError, Store
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.threads.calls import outwait_calls, start_call
 from commrt.threads.deadline import Deadline
+from commrt.threads.future import Future
 
 ANSWER_S = 2.0
 """How long the store may take to answer, from when it can.
@@ -34,6 +41,10 @@ STORE_HOLDER = (
 
 T = TypeVar("T")
 
+_asking = set[int]()
+"""Threads that wait for a store; each adds and removes itself."""
+os.register_at_fork(after_in_child=_asking.clear)
+
 
 def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None = None) -> T:
     """Return what `request`, which may use a store, returns to `rank`.
@@ -42,7 +53,7 @@ def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None 
     `ANSWER_S` after that. Raises `DeadlineExceeded` then, `PeerLost` if the connection to the store
     broke, and whatever else `request` raises. Cost: 0.035 ms.
     """
-    future = start_call(request)
+    future = start_request(request)
     limit_s = waits_s + ANSWER_S
     deadline = Deadline(limit_s)
     while not future.done():
@@ -58,6 +69,21 @@ def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None 
     except DistNetworkError as error:
         what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
         raise PeerLost(what, Place(rank=rank, peer=0)) from error
+
+
+def start_request(request: Callable[[], T]) -> Future[T]:
+    """Start `request`, which may wait for a store without limit, and return its future."""
+    return start_call(partial(ask, request))
+
+
+def ask(request: Callable[[], T]) -> T:
+    """Return what `request` to a store returns, on a thread that the end of the process stops."""
+    thread = get_ident()
+    _asking.add(thread)
+    try:
+        return request()
+    finally:
+        _asking.discard(thread)
 
 
 def no_answer(limit_s: float, rank: int | None) -> DeadlineExceeded:
@@ -121,9 +147,18 @@ def clone_connection(store: Store, timeout_s: float) -> Store:
 def _at_exit() -> None:
     """Wait for requests that nobody needs any more: the end of the store would wake them.
 
-    A thread that comes back from C++ while the interpreter ends aborts the process.
+    Then stop threads that have waited all that time. Up to Python 3.13 a thread that comes back
+    from C++ while the interpreter ends aborts the process, and torch lets nobody end its wait. So
+    C's own ``pause`` handles a signal that is sent to them, and that no program else uses.
     """
+    silent = _asking.copy()
     outwait_calls(ANSWER_S)
+    silent &= _asking
+    if silent:
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGURG, libc.pause)
+    for thread in silent & _asking:  # this thread has the GIL, so those have not
+        signal.pthread_kill(thread, signal.SIGURG)
 
 
 def skip_wait_at_exit() -> None:

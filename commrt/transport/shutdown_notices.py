@@ -14,9 +14,8 @@ from contextlib import suppress
 from torch.distributed import Store
 
 from commrt.errors import TransportError
-from commrt.store.client import call_store, clone_connection
+from commrt.store.client import call_store, clone_connection, start_request
 from commrt.store.parsing import MALFORMED, parse_int
-from commrt.threads.calls import start_call
 from commrt.threads.deadline import clock
 from commrt.threads.future import Future
 
@@ -58,7 +57,7 @@ class ShutdownNotices:
             self._next_read_s = clock.now_s() + READ_INTERVAL_S
             asked = self._asked
             self._asked = set()
-            self._reading = start_call(lambda: self._read(asked))
+            self._reading = start_request(lambda: self._read(asked))
         known = ((peer, self._known[peer]) for peer in begun if peer in self._known)
         return next(
             (
