@@ -2,10 +2,13 @@
 """Who is late in a running job, as its ranks publish it."""
 
 import atexit
+from types import SimpleNamespace
 
 from cases import for_each
 from small_models import backward, trainee
+from torch.distributed import HashStore
 
+from commrt.runtime import publishing
 from commrt.runtime.publishing import Publisher, start_publishing
 from commrt.store.late import LateWatch
 from commrt.store.live import Record, base_of, read
@@ -57,3 +60,16 @@ def test_ranks_publish_what_a_watcher_shows_and_their_end_as_the_process_ends(mo
         return steps, state, end_of(next(looks(world.store)), "node1:29500").split(":")[0]
 
     assert run_ranks(2, body) == [([1, 1], "computes", "the job has ended")] * 2
+
+
+def test_a_rank_tries_again_to_publish_until_its_world_ends(monkeypatch):
+    def fail(_):
+        tries.append(None)
+        world.closed = len(tries) == 3
+        raise RuntimeError("the store gave no answer")
+
+    tries, world = [], SimpleNamespace(rank=1, members=[0], store=HashStore(), timeout_s=30.0, closed=False)
+    monkeypatch.setattr(publishing, "PERIOD_S", 0.0)
+    monkeypatch.setattr(Publisher, "publish", fail)
+    Publisher(world).work()
+    assert len(tries) == 4

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import timedelta
@@ -35,6 +37,19 @@ from commrt.testing.processes import run_processes
 
 LIMIT_S = 20.0
 PATIENT_S = 30.0
+ENDS_AS_THE_STORE_WAKES = """
+import sys, time
+from torch.distributed import HashStore
+from commrt.store import client
+class Waker:
+    def __del__(self, store=HashStore(), sleep=time.sleep):  # as the interpreter ends
+        store.set("key", "")
+        sleep(0.2)  # nobody says that the thread would come back; too short, and this passes for no reason
+client.ANSWER_S = 0.1
+client.start_request(lambda store=Waker.__del__.__defaults__[0]: store.wait(["key"]))
+sys.modules["waker"] = Waker()
+sys.exit(5)
+"""
 
 
 def lives(address):
@@ -93,6 +108,11 @@ def test_a_store_that_does_not_answer_is_waited_for_once():
             with pytest.raises(DeadlineExceeded, match="the store gave no answer within 22 s"):
                 request()
     never.set()
+
+
+@pytest.mark.processes
+def test_a_process_ends_with_its_own_exit_code_though_the_store_answers_a_request_as_it_ends():
+    assert subprocess.run([sys.executable, "-c", ENDS_AS_THE_STORE_WAKES], timeout=100, check=False).returncode == 5
 
 
 @pytest.mark.processes

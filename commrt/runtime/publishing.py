@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells the store once per second how a rank gets on, and a log who is late (``COMMRT_LIVE=1``).
 
-On a thread of its own, which only reads the world; the first member logs. A step pays nothing. The
-end of the process waits for the last record.
+On a thread of its own, which only reads the world, and waits as long as the store is silent; the
+first member logs. A step pays nothing. The end of the process waits for the last record.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import atexit
 import json
 import logging
 import socket
-from contextlib import suppress
 from dataclasses import replace
 from threading import Event
 from time import time
 
+from torch.distributed import DistNetworkError
+
 from commrt.errors import CommrtError
 from commrt.runtime.world import World
-from commrt.store.client import ANSWER_S, call_store, clone_connection
+from commrt.store.client import ANSWER_S, ask, clone_connection
 from commrt.store.late import LateWatch
 from commrt.store.live import PERIOD_S, Record, base_of, publish, read
 from commrt.threads.starting import start_thread
@@ -58,19 +59,24 @@ class Publisher:
 
     def work(self) -> None:
         """Publish once per second until the world, the process or the store ends."""
-        with suppress(CommrtError, RuntimeError):
-            while not self._has_ended:
+        is_last = False
+        while not is_last:
+            is_last = self._has_ended
+            try:
                 self.publish()
-                if self._world.rank == self._world.members[0]:
+                if self._world.rank == self._world.members[0] and not is_last:
                     self.log_late()
-                self.process_ends.wait(PERIOD_S)
-            self.publish()
+            except DistNetworkError:  # the store is gone: torch makes no second connection
+                return
+            except (CommrtError, RuntimeError) as error:
+                _log.debug("commrt: rank %d tries again to publish: %s", self._world.rank, error)
+            self.process_ends.wait(PERIOD_S)
 
     def publish(self) -> None:
         """Write this rank's record, once a model was attached."""
         self._latest = self._record(time())
         if (record := self._latest) is not None:
-            call_store(lambda: publish(self._store, record, self._world.size))
+            ask(lambda: publish(self._store, record, self._world.size))
 
     def _record(self, now_s: float) -> Record | None:
         """Return the record of now; it keeps the steps of a model that is gone."""
@@ -101,7 +107,8 @@ class Publisher:
 
     def log_late(self) -> None:
         """Log a line of JSON for each rank that is late, the same one at most every 10 s."""
+        records = ask(lambda: read(self._store))
         now_s = time()
-        found = self._watch.look(call_store(lambda: read(self._store)), now_s)
+        found = self._watch.look(records, now_s)
         for late in self._watch.news(found, now_s):
             _log.warning("%s", json.dumps(late._asdict()))

@@ -147,17 +147,15 @@ def clone_connection(store: Store, timeout_s: float) -> Store:
 def _at_exit() -> None:
     """Wait for requests that nobody needs any more: the end of the store would wake them.
 
-    Then stop threads that have waited all that time. Up to Python 3.13 a thread that comes back
+    Then stop the threads of those without an answer. Up to Python 3.13 a thread that comes back
     from C++ while the interpreter ends aborts the process, and torch lets nobody end its wait. So
-    C's own ``pause`` handles a signal that is sent to them, and that no program else uses.
+    C's own ``pause`` handles a signal that would be ignored otherwise.
     """
-    silent = _asking.copy()
     outwait_calls(ANSWER_S)
-    silent &= _asking
-    if silent:
+    if _asking:
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGURG, libc.pause)
-    for thread in silent & _asking:  # this thread has the GIL, so those have not
+    for thread in _asking.copy():  # this thread has the GIL, so none of those has
         signal.pthread_kill(thread, signal.SIGURG)
 
 
