@@ -5,8 +5,9 @@
     python dev/peers.py torchmetrics --checkout ../torchmetrics
 
 Nothing of another project is in this repository: clone it, and say where it is. The command names
-what else is missing. Each Python that the tests start gets `in_place_of_gloo`; a suite that needs
-more gets it from your folder: --adapter DIR, with a module `adapter` that each Python imports.
+what else is missing. Each Python that the tests start gets `in_place_of_gloo`; what a suite needs
+besides comes from your folder: --adapter DIR, on the path, with a module `adapter` that each Python
+imports as it starts, and that is a plugin of pytest. The suite's row says what it must do.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from xml.etree import ElementTree as ET
 
 HERE = Path(__file__).resolve().parent
@@ -42,10 +45,32 @@ class Suite:
     paths: Sequence[str] = ("src", "tests")
     packages: Sequence[str] = ()
     ranks: int = 2
+    each_rank: bool = False
+    """Whether each rank is a pytest of its own, started as torchrun starts ranks."""
+    adapter: str = ""
+    """What --adapter must do, where `in_place_of_gloo` is not enough."""
+    get: str = ""  # how to get the tests, if not by a clone
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 SUITES = {
+    "accelerate": Suite(
+        "huggingface/accelerate",
+        "16cb6eb8",
+        "test_cpu.py test_grad_sync.py test_scheduler.py --timeout 600",
+        paths=("src",),
+        packages=("huggingface-hub", "parameterized", "psutil", "safetensors"),
+    ),
+    "deepspeed": Suite(
+        "deepspeedai/DeepSpeed",
+        "edaa7221",
+        "unit/comm unit/runtime/sparse_tensor unit/runtime/zero/test_zero_context.py",
+        paths=(".", "tests"),
+        packages=("einops", "hjson", "msgpack", "ninja", "py-cpuinfo", "tabulate"),
+        ranks=4,
+        environment={"DS_ACCELERATOR": "cpu", "DS_DISABLE_REUSE_DIST_ENV": "1"},
+        adapter="forks ranks, compiles no C++, and fails a test that hangs, where pytest would end",
+    ),
     "fabric": Suite(
         "Lightning-AI/pytorch-lightning",
         "7f0c3436",
@@ -53,6 +78,16 @@ SUITES = {
         " tests_fabric/utilities/test_distributed.py tests_fabric/utilities/test_spike.py"
         " tests_fabric/strategies/launchers/test_multiprocessing_integration.py",
         packages=("lightning-utilities",),
+    ),
+    "horovod": Suite(
+        "horovod/horovod",
+        "2626dc87",
+        "test_torch.py -p no:warnings",
+        folder="test/parallel",
+        paths=(),
+        each_rank=True,
+        adapter="gives Horovod's Python, with torch.distributed in place of its C core, and runs"
+        " each test in a forked process, with a group at a place of its own in the store",
     ),
     "ignite": Suite(
         "pytorch/ignite",
@@ -69,6 +104,40 @@ SUITES = {
         "7f0c3436",
         "tests_pytorch/callbacks/test_weight_averaging.py",
         packages=("lightning-utilities",),
+    ),
+    "mpi4py": Suite(
+        "mpi4py/mpi4py",
+        "7c8dac2c",
+        "test_cco_obj.py test_cco_buf.py test_cco_vec.py test_cco_nb_buf.py test_cco_nb_vec.py"
+        " test_p2p_obj.py test_p2p_buf.py",
+        folder="test",
+        paths=("test",),
+        ranks=4,
+        each_rank=True,
+        adapter="gives mpi4py.MPI over torch.distributed, with numpy's arrays as tensors, skips"
+        " dtypes and tests of what torch has not, and opens another group after a failure",
+    ),
+    "torch": Suite(
+        "MetaX-MACA/mcPytorch",
+        "b3db5eed",
+        "test_c10d_common.py algorithms/test_join.py _composable/test_replicate.py"
+        " --noconftest --assert=plain",
+        folder="test/distributed",
+        paths=(),
+        environment={"PEERS_SAY_GLOO": "1"},
+        adapter="reads the files with cpu for their devices and without checks for GPUs, puts"
+        " commrt's group in place of ProcessGroupGloo and NCCL's, and forks ranks",
+    ),
+    "torchft": Suite(
+        "meta-pytorch/torchft",
+        "2026.10.26",
+        "torchft -k 'not Baby and not baby'",
+        folder=".",
+        paths=(".",),
+        packages=("parameterized",),
+        adapter="puts the class of docs/ddp.md in place of ProcessGroupGloo, and lets expressions"
+        " that match Gloo's errors match commrt's",
+        get="unpack the wheel torchft-nightly 2026.10.26, and test_fixtures/ of its repository",
     ),
     "torchmetrics": Suite(
         "Lightning-AI/torchmetrics",
@@ -91,7 +160,7 @@ def main() -> int:
         return 1
     gloo, ours = (outcomes(suite, options, backend) for backend in ("gloo", "commrt"))
     sys.stdout.write(report(options.suite, suite, gloo, ours))
-    return int(any(gloo[test][0] == PASSED != ours.get(test, "")[0] for test in gloo))
+    return int(any(gloo[test][0] == PASSED != ours.get(test, ("",))[0] for test in gloo))
 
 
 def arguments() -> argparse.Namespace:
@@ -116,10 +185,10 @@ def lacks(suite: Suite, options: argparse.Namespace) -> list[str]:
     missing = []
     if not (options.checkout / suite.folder).is_dir():
         url = f"https://github.com/{suite.repository}"
-        missing.append(
-            f"a checkout with {suite.folder}/: git clone {url} {options.checkout}; "
-            f"git -C {options.checkout} checkout {suite.commit}"
-        )
+        clone = f"git clone {url} {options.checkout}; git -C {options.checkout} checkout "
+        missing.append(f"a checkout with {suite.folder}/: {suite.get or clone + suite.commit}")
+    if suite.adapter and not options.adapter:
+        missing.append(f"--adapter DIR, a folder of yours with adapter.py. It {suite.adapter}")
     for package in ("pytest", "pytest-timeout", *suite.packages):
         try:
             metadata.distribution(package)
@@ -135,34 +204,65 @@ def outcomes(suite: Suite, options: argparse.Namespace, backend: str) -> dict[st
         Path(folder, "sitecustomize.py").write_text(f"import in_place_of_gloo\n{adapter}")
         own = [folder, str(HERE), *([str(options.adapter.resolve())] if options.adapter else [])]
         paths = [*own, *[str(options.checkout / path) for path in suite.paths]]
-        results = Path(folder, "results.xml")
         variables = {
             **os.environ,
             **suite.environment,
             "OMP_NUM_THREADS": "1",
             "PEERS_BACKEND": backend,
             "PEERS_OPENED": f"{folder}/opened",
+            "PYTHONHASHSEED": "0",  # some suites name tests by the order of a set
             "PYTHONPATH": os.pathsep.join(paths),
         }
+        plugins = ("-p", "adapter") if options.adapter else ()
         tests = shlex.split(options.only or suite.tests)
-        command = [sys.executable, "-m", "pytest", *PYTEST, f"--junitxml={results}", *tests]
-        process = subprocess.Popen(
-            command, cwd=options.checkout / suite.folder, env=variables, start_new_session=True
-        )
+        command = [sys.executable, "-m", "pytest", *PYTEST, *plugins, *tests]
+        _store, places = meet(suite)  # a store serves while it lives
+        started = [
+            subprocess.Popen(
+                [*command, f"--junitxml={folder}/{number}.xml"],
+                cwd=options.checkout / suite.folder,
+                env={**variables, **place},
+                start_new_session=True,
+            )
+            for number, place in enumerate(places)
+        ]
         try:
-            process.wait(options.limit)
+            for process in started:
+                process.wait(options.limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # ranks are of its group
             sys.exit(f"{options.suite} did not end over {backend} in {options.limit} s: see --only")
+        finally:
+            for process in started:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and what its tests left
+        if any(process.returncode not in (0, 1) for process in started):
+            sys.exit(f"{options.suite}: a pytest could not run its tests over {backend}")
         if backend != "gloo" and not Path(folder, "opened").exists():
             sys.exit(f"no test opened a group over {backend}: the suite needs an adapter")
-        return read(results)
+        return read(sorted(Path(folder).glob("*.xml")))
 
 
-def read(results: Path) -> dict[str, tuple[str, str]]:
-    """Return each test's worst outcome in a file of JUnit, and why; ranks may report one each."""
+def meet(suite: Suite) -> tuple[Any, list[dict[str, str]]]:
+    """Return each pytest's variables, and first the store at which its rank meets the others."""
+    if not suite.each_rank:
+        return None, [{}]
+    from torch.distributed import TCPStore  # noqa: PLC0415  # torch is slow to import
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(suite.ranks),
+    }
+    return store, [{**shared, "RANK": str(rank)} for rank in range(suite.ranks)]
+
+
+def read(results: Sequence[Path]) -> dict[str, tuple[str, str]]:
+    """Return each test's worst outcome in files of JUnit, and why; ranks may report one each."""
     found: dict[str, tuple[str, str]] = {}
-    for case in ET.parse(results).iter("testcase"):  # noqa: S314  # pytest wrote it
+    files = [ET.parse(path) for path in results]  # noqa: S314  # pytest wrote them
+    for case in (each for file in files for each in file.iter("testcase")):
         test = f"{case.get('classname')}.{case.get('name')}"
         outcome = (PASSED, "")
         for kind, marks in ((SKIPPED, ("skipped",)), (FAILED, ("failure", "error"))):
