@@ -125,8 +125,8 @@ SUITES = {
         folder="test/distributed",
         paths=(),
         environment={"PEERS_SAY_GLOO": "1"},
-        adapter="reads the files with cpu for their devices and without checks for GPUs, puts"
-        " commrt's group in place of ProcessGroupGloo and NCCL's, and forks ranks",
+        adapter="reads the files with cpu for their devices and no checks for GPUs, puts commrt in"
+        " place of ProcessGroupGloo, forks ranks, and takes only tests that have ranks",
     ),
     "torchft": Suite(
         "meta-pytorch/torchft",
