@@ -2,8 +2,8 @@
 """The exchange of one step with backup workers: gradients are announced, reduced, and unpacked.
 
 On the communication thread. The rules are those of `commrt.backup_workers.quorum`. Members of an
-attempt reduce their gradients on the wire buffers, and leave ``param.grad`` alone until the attempt
-is done. If a member is lost, all announce their gradients again.
+attempt (the ranks whose gradients count) reduce on the wire buffers, and leave ``param.grad`` alone
+until it is done. If a member is lost, all announce their gradients again, for another attempt.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Pass:
     """How late this rank was in the steps before, in which its gradients did not count."""
     says: dict[str, int]
     """What the headers of all buckets say."""
-    samples: int | None
+    samples: int | None  # that the gradients are made of; None if this rank cannot say
     ready: list[Future[StreamEvent]]
     """With `early`, for each bucket, and last for the pass: when its gradients were there, as a
-    place on the stream.
+    place on the stream. Else empty.
     """
     number: int | None
     """As autograd counts; None without a backward pass."""
@@ -75,10 +75,10 @@ class Pass:
 class BackupExchange:
     """The exchanges of one model; `run` makes one.
 
-    `run`, and what it calls, is for the communication thread. `use_standing` is for the training
-    thread, while no exchange runs. Written here of others: the engine's buckets, ``param.grad``
-    where the step counts, the digest in the riders, and of the membership the step, the generation
-    and the count of failures.
+    `run`, and what it calls, is for the communication thread. `use_standing` is for the thread that
+    ends a step or trains, while no exchange runs. Written here of others: the engine's buckets,
+    ``param.grad`` where the step counts, the digest that rides in the first bucket (`Riders`), the
+    votes on the store, and of the membership the step, the generation and the count of failures.
 
     During `run` the training thread only waits for the outcome. But with `early` it goes on with
     its backward pass, and gives the buckets one by one (`Pass.ready`): a bucket that it gave is not
@@ -113,12 +113,12 @@ class BackupExchange:
         self._sends_buffers = request.broadcast_buffers and any(True for _ in self._model.buffers())
         self.flat_buffer = self._allocate_flat_buffer()
         """The first member's buffers, once the outcome is there, for `BackupStep` to use; None if
-        ranks keep their own. Replaced together with the buckets.
+        ranks keep their own, or have none. Replaced together with the buckets.
         """
 
     def _votes_of_session(self) -> QuorumVote:
-        """Return votes with keys of their own, as the numbers of steps may come again after a
-        checkpoint was loaded.
+        """Return votes with keys of their own. Each checkpoint that is loaded begins a session, in
+        which the numbers of steps may come again.
         """
         store = PrefixStore(f"session {self._session}", self._store)
         return QuorumVote(store, self._membership, self._reduce)
@@ -138,7 +138,7 @@ class BackupExchange:
             self._renew_buckets()
 
     def _renew_buckets(self) -> None:
-        """Use other memory, and the order of gradients once that is known. On either thread."""
+        """Use other memory, and the order of gradients once that is known. `run` does so too."""
         self._order = order = self._standing.order
         params = self._params if order is None else [self._params[i] for i in order]
         self._engine.replace_buckets(self._cut(params))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with backup workers: a rank counts if its gradient is among the first, or it catches up.
 
-On the training thread; hooks of gradients run on autograd's, while that one waits. This says when:
-`backup_step` makes a step, `replica_state` gives the state to late ranks, `catch_up` takes that of
-others. `attach` refuses what cannot train so.
+On the training thread. Hooks of gradients, and `_finish` at the end of a pass, run on the thread of
+the backward pass, for which that one waits. This says when: `backup_step` makes a step,
+`replica_state` gives the state to late ranks, `catch_up` takes that of others. `attach` refuses
+what cannot train so. A version of the weights is the number of updates in them.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class BackupWorkersReplica(Replica):
 
     Of its parent it replaces what users call, and `_collective`, `_take_from_first` and
     `_restart_at_step`, which collective methods there call; it writes `last`, `_stats` and
-    `_dropped`.
+    `_dropped`. `_end` is called by the thread that closes the world (`Hooks`).
     """
 
     drops_gradients = True
@@ -281,7 +282,7 @@ class BackupWorkersReplica(Replica):
         k-th source.
         """
         rank = self._world.rank
-        # not a process of this rank before this
+        # a process that had this rank's place before may be among them, and is gone
         others = [each for each in range(self._world.size) if each != rank]
         found = [each for each in others if each in sources] or others
         turn = len({*range(rank)}.difference(sources)) % len(found)

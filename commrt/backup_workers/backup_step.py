@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make one step with backup workers: on the training thread, from the first gradient to the report.
+"""Make one step with backup workers, from the first gradient to the report.
 
-`backup_exchange` is the part of a step on the communication thread, which uses gradients of all
-members or of none.
+On the thread of the backward pass, for which the training thread waits. `backup_exchange` is the
+part of a step on the communication thread, which uses gradients of all members or of none.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ class BackupStep:
 
     `finish` submits the exchange, and waits. With `early` the first full bucket submits it, and a
     bucket whose `Pass.ready` is set is the exchange's until the outcome is there: `mark` touches
-    only later ones. Hooks call `mark` on autograd's thread, while the training thread waits for it.
+    only later ones. A step without a backward pass is made on the training thread. `abandon` runs
+    on the thread that closes the world.
 
-    Written here of others: ``param.grad``, the engine's weight and order, what the guard allows,
-    the version, order and `tried` of `standing`, and in `riding` what left and came.
+    Written here of others: ``param.grad``, the model's buffers where the first member's are used,
+    the engine's weight and order, what the guard allows, the version, order and `tried` of
+    `standing`, and in `riding` the numbers that left and came.
     """
 
     def __init__(

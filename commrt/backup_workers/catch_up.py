@@ -25,7 +25,9 @@ from commrt.threads.deadline import Deadline, Timeouts
 from commrt.training.riding import Riding
 
 PASS_SHARE = 1 / 3
-"""For this share of the time of a probe a source waits until it comes to its next forward pass."""
+"""For this share of the time of a probe a source, a rank that is asked for its state, lets a late
+rank wait until it comes to its next forward pass.
+"""
 AGAIN_S = 0.01
 """Between two rounds of questions."""
 
@@ -34,9 +36,9 @@ class CatchUp:
     """Fetch the state of other ranks for this one, and answer their questions for this rank's
     `state`.
 
-    Used on the training thread. It writes on the store where to ask this rank, and nothing else of
-    it: the caller uses what it fetches. The server's threads answer, and set ``riding.wants_stop``
-    where a late rank asks to stop.
+    Used on the training thread, or that of its backward pass; `close` also on the one that closes
+    the world. It writes on the store where to ask this rank. What it fetches, the caller uses. The
+    server's threads answer, and set ``riding.wants_stop`` where a late rank asks to stop.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class CatchUp:
         towards = None if world.reconnect_options is None else world.reconnect_options.towards
 
         def give(number: int) -> Generator[bytes]:
-            # a late rank has no gradients with which that could ride
+            # a late rank has no gradients with which its wish to stop could ride
             version, asks_to_stop = divmod(number, 2)
             if asks_to_stop:
                 riding.wants_stop = True

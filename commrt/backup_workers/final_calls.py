@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of the user that are called once, before an error ends training.
 
-`BackupWorkersReplica` owns the list, which `before_giving_up` fills. On the training thread.
+`BackupWorkersReplica` owns the list, which `before_giving_up` fills. On the training thread, or
+that of its backward pass where the error comes from there.
 """
 
 from __future__ import annotations

@@ -342,13 +342,13 @@ class QuorumVote:
         came = member.ranks_in_collective(member.generation)
         # one that waits may have died there
         departed, living = member.absent(member.generation, here)
-        silent = [rank for rank in living if rank not in came]
+        missing = [rank for rank in living if rank not in came]
         waiting = [rank for rank in living if rank in came]
         member.require_enough(
             member.generation, step, [loss._replace(step=step) for loss in departed]
         )
         is_late = bool(waiting) and (self._were_too_few or waited_s > limits.step_s)
-        present = len(here) + len(silent)
+        present = len(here) + len(missing)
         needed = self.needed
         if present < needed or is_late:
             after = member.generation.successor(departed, step, silent=member.generation.silent)
@@ -358,11 +358,11 @@ class QuorumVote:
         elif waited_s > limits.collective_s:
             member.current()  # raises Evicted if the others went on without this rank
             what = (
-                f"ranks {silent} announced no gradient within {limits.collective_s:g} s, and"
+                f"ranks {missing} announced no gradient within {limits.collective_s:g} s, and"
                 f" without them there are fewer than {self.needed}: they are stopped, or do"
                 " something else; look at their output"
             )
-            raise DeadlineExceeded(what, Place(member.rank, silent[0], step))
+            raise DeadlineExceeded(what, Place(member.rank, missing[0], step))
 
     def delete_old_steps(self, step: int) -> Future[None] | None:
         """Begin to delete keys of old steps, now and then; the first member of each `step` calls

@@ -32,7 +32,9 @@ class Snapshot(NamedTuple):
     version: int
     """The number of updates that it has applied."""
     optimizer_steps: int
+    """The sum that ranks compare (`StepGuard.steps`)."""
     order: list[int] | None
+    """The places of the parameters in the order in which gradients become ready, once known."""
     session: int
     """One more than the number of checkpoints loaded since `attach`."""
     in_pass: bool
@@ -62,10 +64,10 @@ class ReplicaState:
 
     `owners` are what has state besides the model, such as optimizers and schedulers: a list to
     which `BackupWorkersReplica.join` adds. `give` answers other ranks, on threads of the state
-    server; all else is for the training thread. Between `open` and `shut`, `give` reads tensors and
-    states while this rank computes: of a pass, its copy counts only if no weight was written
-    meanwhile (`_is_whole`). `open`, `install` and `undo` load states into the owners, and the last
-    two write the model.
+    server; all else is for the training thread, and for that of its backward pass, where it waits.
+    Between `open` and `shut`, `give` reads tensors and states while this rank computes: of a pass,
+    its copy counts only if no weight was written meanwhile (`_is_whole`). `open`, `install` and
+    `undo` load states into the owners, and the last two write the model.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class ReplicaState:
                 self._changed.notify_all()
 
     def _is_whole(self, snapshot: Snapshot) -> bool:
+        """Return True if the weights are still those of `snapshot`; waits for the GPU's work."""
         if self._event is not None:
             self._event.synchronize()
         return not snapshot.in_pass or self._writes in {None, sum(map(WRITES, self._trained))}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer steps that change nothing after gradients that did not count.
 
-On the thread that steps, asked by `optimizer_steps`. It takes ``param.grad`` away before such a
-step, and puts it back after.
+On the thread that steps, asked by `optimizer_steps`; `end_step` in a collective. It takes
+``param.grad`` away before such a step, and puts it back after.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class SkippingGuard(StepGuard):
     whatever a loop calls.
 
     Replaces `before_step` of its parent, which `OptimizerSteps` calls, and `after_step`, which
-    `BackupWorkersReplica` calls, and writes its `_refusal`. `take_part` is called before each step,
-    as parameters may change then. Written by others: `held_back` by `BackupWorkersReplica`, and
-    `steps` by `Standing`.
+    `BackupWorkersReplica` calls, and writes its `_refusal` and `held_back`. `take_part` is called
+    before each step, as parameters may change then. Written by others: `held_back`, set to True by
+    `BackupWorkersReplica`, and `steps`, by `Standing`.
     """
 
     def __init__(self, *arguments: Any) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a reduction may wait for a rank that is stopped. Nobody knows which one is, so all ranks
-are called to a roll call, which finds out: all that it writes are the calls on the store. It runs
-on two threads, as `StallWatch` says.
+are called to a roll call: they break off, and those that do not answer on the store are left out.
+All that is written here of others are the calls on the store. `StallWatch` says which of two
+threads runs what.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ STALLED_S = 1.0
 
 @dataclass(slots=True)
 class _Reduction:
-    """One that may stall. Only `is_called` changes: the training thread sets it, once."""
+    """One that may stall. Only `is_called` changes: the thread that waits for the step sets it."""
 
     generation: Generation
     limit: Deadline
@@ -32,8 +33,7 @@ class StallWatch:
     """Watches the reductions of one model.
 
     `begin` and `end` run on the communication thread, which alone writes the fields here, and waits
-    in a reduction in between. `call_if_stalled` runs on the training thread, which waits for the
-    step then.
+    in a reduction in between. `call_if_stalled` runs on the thread that waits for the step.
     """
 
     def __init__(self, membership: ElasticMembership) -> None:

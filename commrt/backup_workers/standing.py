@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where one rank stands in training: what it tells late ranks, and takes over when it was late.
 
-All is written on the training thread, between exchanges. So the communication thread may read it in
-an exchange.
+All is written between exchanges, on the training thread or that of its backward pass. So the
+communication thread may read it in an exchange.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from commrt.training.riding import Riding
 class Standing:
     """The version of one rank's weights, its session, and its order of gradients.
 
-    Written here of others: the guard's count of steps, and in `riding` who stops. Buckets and votes
-    of another order or session are made by `BackupExchange.use_standing`, to be called after each
-    method but `snapshot`.
+    Written here of others: the guard's count of steps, that it has no gradients (`drop`), and in
+    `riding` who stops. Buckets and votes of another order or session are made by
+    `BackupExchange.use_standing`, to be called after each method but `snapshot`.
     """
 
     def __init__(self, guard: SkippingGuard, riding: Riding) -> None:
@@ -38,7 +38,7 @@ class Standing:
 
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
-        # where a pass begins, its gradients replace those
+        # gradients that no optimizer has used; where a pass begins, its own replace them
         is_due = not in_pass and self._guard.is_due
         stopping = [*self._riding.known_to_stop]
         return Snapshot(

@@ -75,7 +75,8 @@ class Rate:
         self._set()
 
     def _set(self) -> None:
-        now, after = (self._control.epochs_after(self._updates + one) for one in (0, 1))
+        now = self._control.epochs_after(self._updates)
+        after = self._control.epochs_after(self._updates + 1)
         first, ranks = self._ranks or (1, 1)
         growth = self._control.batch_in(int(now)) * ranks / (self._control.batch_in(0) * first)
         begun = after / self._warmup if self._warmup else 1.0

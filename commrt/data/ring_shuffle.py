@@ -210,7 +210,7 @@ class RingShuffle:
             return None
         try:
             if membership.number != self._generation:
-                return self._lowest(completed)
+                return self._agree_on_lowest(completed)
             exchange = self._prepared.known(buffers)
             if exchange is None:
                 exchange = self._prepared.keep(self._bind(buffers), buffers)
@@ -222,7 +222,8 @@ class RingShuffle:
             return None
         return completed + 1
 
-    def _lowest(self, completed: int) -> int:
+    def _agree_on_lowest(self, completed: int) -> int:
+        """Return the lowest `completed` of all members; exchange in this generation from now on."""
         members = tuple(self._world.members)
         counts = torch.zeros(self._world.size, dtype=torch.int64, device="cpu")
         counts[self._world.rank] = completed

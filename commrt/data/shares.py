@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sampler that survives: each sample is used once per epoch, whatever happens to the ranks.
+"""A sampler for ranks that may be lost: each sample is used once per epoch nevertheless.
 
 It sends nothing itself: ranks agree as they compute the same. A late rank takes the position of
 another one by `Replica.drain`, which calls `Shares.load_state_dict`. On the thread that trains.
@@ -43,6 +43,7 @@ class _Draw(NamedTuple):
     share: Ranges
 
     def is_like(self, other: _Draw) -> bool:
+        """Return True if both take the same samples in the same epoch."""
         (seed, epoch, _), (other_seed, other_epoch, _) = self.point, other.point
         return (seed, epoch, self.share) == (other_seed, other_epoch, other.share)
 

@@ -2,8 +2,9 @@
 """How all members begin a collective together, and how they agree on whether it succeeded.
 
 A rank that does not come within the timeout is evicted, and the others begin without it. At the end
-all members vote: no rank uses a result that another member can never get. All is said on the store:
-nothing here moves tensors or connections.
+all members vote: no rank uses a result that another member can never get. All is said on the store.
+Its head has the current generation, and how far the latest collective is. Nothing here moves
+tensors or connections.
 """
 
 from __future__ import annotations

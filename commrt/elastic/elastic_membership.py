@@ -165,7 +165,7 @@ class ElasticMembership(Membership):
     def _on_call(self, number: int) -> None:
         """Cancel what runs here and join generation `number`, which other ranks form.
 
-        On the watcher's thread.
+        On the thread of `Member` that watches the store for roll calls.
         """
         self._want(number)
         if self.is_called:
@@ -214,7 +214,7 @@ class ElasticMembership(Membership):
             self._note_changes(before, generation)
             if generation.ranks != before.ranks:
                 self.failures = 0
-            # 3. a member that was left out calls all to another roll call
+            # 3. a silent member, left without connections, calls all to another roll call
             if self._transport.rank in generation.silent:
                 self._want(generation.number + 1)
             # 4. connect with those that go on
@@ -462,6 +462,8 @@ class ElasticMembership(Membership):
         with self._lock:
             super().restart_at_step(step)
             self.member.generation = self.generation
+
+    # on the thread that closes the world, and `end` on the training thread
 
     def finish(self) -> bool:
         """Say that this rank has finished, and stay while others train; return True if none of them

@@ -53,12 +53,13 @@ class Member:
     left after an eviction. Without `needed` no new process becomes a member.
 
     On the communication thread: `roll_call` and `adopt`. On the training thread: the methods that
-    join, `begin_collective`, `propose_without_absent` and `stay_while`. On any thread: the others.
-    The watcher, a thread of this object, calls `on_roll_call` with the number of the generation
-    that other ranks want to form, as often as they do.
+    join, `begin_collective` and `propose_without_absent`. On the thread that closes the world:
+    `stay_while`. On any thread: the others. The watcher, a thread of this object, calls
+    `on_roll_call` with the number of the generation that others want to form, as often as they do.
 
     It talks to others by the store, and moves no connection: `ElasticMembership` does that, which
-    also writes `generation` once, and replaces ``store.connection`` when all has ended.
+    also writes `generation` where a checkpoint is loaded, and replaces ``store.connection`` when
+    all has ended.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class Member:
         return self.head().generation
 
     def head(self) -> Head:
-        """Return the head of the store; raise `Evicted` if this process is not a member of its
-        generation.
+        """Return what the store says is current (`Head`); raise `Evicted` if this process is not a
+        member of its generation.
         """
         return self.require_member(self.roster.head())
 

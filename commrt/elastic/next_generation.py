@@ -18,9 +18,7 @@ from commrt.runtime.generation import Generation, Loss
 from commrt.threads.deadline import Timeouts
 
 PATIENCE_S = 0.2
-"""For so long backup workers wait for ranks that they can do without. A healthy rank is never deaf
-for so long.
-"""
+"""For so long backup workers wait for ranks that they can do without; healthy ones are faster."""
 MAKE_A_STEP = "whose gradients make a step"
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records that members keep on the store, and the compare-and-set by which one rank changes the
-head for all.
+"""The records that members keep on the store. One rank changes the head (the current generation and
+how far the latest collective is) for all, by a compare-and-set.
 
 Any thread may use it; a method costs one request, where it does not say otherwise. What the records
 mean is decided elsewhere.
@@ -79,7 +79,7 @@ class Roster:
         return self._parsed(self.store.get(HEAD))
 
     def change(self, head: Head | None, after: Head) -> Head:
-        """Write the head `after` if `head` still stands; return the one that stands now."""
+        """Write the head `after` if `head` (None: no head) still stands; return what stands now."""
         before = "" if head is None else head.to_json()
         return self._parsed(self.store.compare_set(HEAD, before, after.to_json()))
 

@@ -85,7 +85,7 @@ class StateServer(Listener):
                     self._free_slots.release()
 
     def _request(self, client: socket.socket) -> int | None:
-        """Return the version that `client` asks for, None without the password."""
+        """Return the number that `client` sends for `give`, None without the password."""
         client.settimeout(PASSWORD_S)
         password, number = REQUEST.unpack(_receive(client, REQUEST.size))
         return number if secrets.compare_digest(password, self._password) else None

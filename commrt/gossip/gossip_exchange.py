@@ -78,9 +78,9 @@ class GossipExchange:
 
     From `share` to `release` the communication thread alone changes the fields: the group of the
     generation, and all that is bound for it. The thread that trains reads the group in
-    `steps_to_all`. Written here of others: the fields of a `Message` that it names,
-    `WeightBucket.in_flight` and `sent`, and of the membership its `failures` and, by its methods,
-    which steps were submitted and have begun.
+    `steps_to_all`. Written here of others: a message's `step`, `answer`, `received` and what rides
+    with it, `WeightBucket.in_flight` and `sent`, and of the membership its `failures` and, by its
+    methods, which steps were submitted and have begun.
     """
 
     def __init__(self, world: World, algorithm: Gossip, number: int) -> None:
@@ -230,8 +230,8 @@ class GossipExchange:
         """Return this rank's part in `step`, the same for all buckets."""
         proven, order = _unrenamed(self.schedule(step))
         self._prove(proven)
-        players = self._group.ranks[order]
-        return permuted_program(proven, players, self._world.rank, self._world.size)
+        ranks = self._group.ranks[order]
+        return permuted_program(proven, ranks, self._world.rank, self._world.size)
 
     def _bind(self, program: Program, message: Message) -> BoundExchange:
         transport = self._world.transport

@@ -79,14 +79,15 @@ class GossipReplica(AfterStepReplica):
     It replaces `AfterStepReplica._on_pass`, called in each backward pass that counts, and
     `_advance`, called where a step ends; `_restart_at_step`, called where a state is loaded;
     `_record` and `_follow`, for a rank that comes; `_take_from_first`, for calls that send rank
-    0's weights. Of its parents' fields it writes `_spans` and `_received_from`.
+    0's weights; and methods that users call. Of its parents' fields it writes `_spans` and
+    `_received_from`, and of buckets `in_flight`, in `detach`.
     """
 
     def __init__(
         self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket]
     ) -> None:
         super().__init__(request, buckets, RidingRules(NOT_ADDED_UP))
-        self._stops = cast("Gossip", request.algorithm).within == 1
+        self._can_stop = cast("Gossip", request.algorithm).within == 1
         self._asked = False
         self._stop = NO_STOP
         self._heard: Riders | None = None  # what came with the latest message of the first bucket
@@ -170,7 +171,7 @@ class GossipReplica(AfterStepReplica):
 
     def stop(self) -> None:
         """See `Replica.stop`: ranks hear of it one by one, and stop after the same later step."""
-        if not self._stops:
+        if not self._can_stop:
             raise UsageError(
                 f"stop() with {self._algorithm}: messages of rows are added up; use within=1"
             )

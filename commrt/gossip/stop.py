@@ -17,7 +17,7 @@ class Stop(NamedTuple):
     asker: int
 
     def leaving(self) -> Leaving:
-        """Return what tells others of it."""
+        """Return the slot of numbers that rides with a message, and tells its receiver."""
         slot = np.zeros((), SLOT)
         slot["present"], slot["stop_at"], slot["asker"] = 1, *self
         return Leaving(slot)

@@ -47,8 +47,8 @@ class Received(NamedTuple):
 class Message:
     """Memory for one exchange: `sent` and `received` are [layout.numel] of the wire's dtype.
 
-    `GossipExchange` sets `step` and `answer` when it sends. Until the answer is there, `sent` and
-    `received` are the communication thread's.
+    `GossipExchange` sets `step` and `answer` when it sends, and fills `said`. Until the answer is
+    there, `sent` and `received` are the communication thread's.
     """
 
     sent: Tensor
@@ -110,7 +110,7 @@ class WeightBucket(WeightPart):
         self.messages()  # makes them now, as a GPU may have to wait
         self.in_flight: deque[Message] = deque()
         """`mix` takes them out, `GossipReplica.detach` drops them."""
-        self.sent = 0
+        self.sent = 0  # messages so far
 
     def messages(self) -> list[Message]:
         """Return the memory of all messages, of which none is in flight."""

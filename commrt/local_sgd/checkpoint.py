@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fragments in a checkpoint: whether they fit and all ranks load the same, and taking them.
 
-`require_fit` and `agree` come first and write nothing; `take` overwrites fragments, and what is in
-flight of them. On the thread that trains.
+`require_fit` and `agree` come first and write nothing; `take` overwrites fragments and what is in
+flight of them, and lets what `riding` has ride with that. On the thread that trains.
 """
 
 from __future__ import annotations

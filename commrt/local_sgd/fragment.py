@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fragments of a model under local SGD: how it is cut; what leaves of each, and how that is merged.
 
-They write the model's weights, and know no other rank. On the thread that trains.
+Each keeps an anchor: the weights that all ranks agreed on last (in gossip, this rank's own). They
+write the model's weights, and know no other rank. On the thread that trains.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from commrt.local_sgd.policy import LocalSGD, Mix
 
 
 class _Tensor:
-    """What lies in a slot.
+    """What is kept for one weight or buffer, which `slot` finds in its module.
 
     The anchor is in fp32 for narrower weights, so that small outer steps do not vanish.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buckets in which fragments travel, and the memory that several of them share.
 
-Made when a model is attached, and anew after a rank was lost. On the thread that trains, with
-nothing in flight.
+Made when a model is attached, and anew after a rank was lost. On the thread that trains, while the
+communication thread carries none of them.
 """
 
 from __future__ import annotations

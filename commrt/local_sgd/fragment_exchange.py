@@ -51,8 +51,9 @@ class FragmentExchange:
 
     That thread runs `_average`, which changes nothing here; all else, and each field, is the
     training thread's. Written here of others: `InFlight.submitted` and `residuals`; of buckets what
-    they carry (`take`), weigh and have as residuals; after a loss the engine's algorithm and
-    buckets; and the membership learns in `_average` which steps have begun.
+    they carry (`take`), weigh and have as residuals (what quantization has rounded away so far);
+    after a loss the engine's algorithm and buckets; and the membership learns in `_average` which
+    steps have begun.
     """
 
     def __init__(self, request: Request, fragments: Sequence[Fragment]) -> None:

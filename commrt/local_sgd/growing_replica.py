@@ -42,9 +42,10 @@ def require_that_grows(request: Request) -> None:
 class GrowingReplica(LocalReplica):
     """A `LocalReplica` of one fragment, merged at once, which gives its state and takes another's.
 
-    It replaces of `ElasticReplica`, which calls them on the thread that trains: `_enter`, on the
-    rank that comes (`come`); `_follow`, there and where `_retakes_state` takes it again;
-    and in hooks of a backward pass, on its thread, `_may_give` and `_record`, where a rank asks.
+    It replaces of `ElasticReplica`: `_enter`, on the rank that comes (`come`), and `_follow`, there
+    and where `_retakes_state` takes the state again, both on the thread that trains; and where
+    another rank asks, `_may_give` and `_record`, on the thread of a backward pass, or on the one
+    that trains where it waits in a merge.
 
     It writes what comes to the fragment, its weights included, to `_seen` and, by `go_on_after`, to
     the exchange. Of others it sets `ElasticMembership.while_waiting`, called on the thread that

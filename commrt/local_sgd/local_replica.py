@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replica of local SGD: it trains alone, and decides when fragments leave and are merged.
 
-`fragment` changes weights, `fragment_exchange` sends, and `checkpoint` has what is loaded. On the
-thread that trains; hooks of gradients run on that of the backward pass.
+`fragment` changes weights, `fragment_exchange` sends, and `checkpoint` has what is loaded. The
+anchor is the weights that all ranks agreed on last (with gossip a rank's own): what is sent is the
+difference to it. On the thread that trains; hooks of gradients run on that of the backward pass.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Cluster:
     group_us: float = 0.0
     """Time of each further NCCL group, if a step is sent in several (`commrt.nccl_groups`)."""
     code_gbytes_per_s: float | None = None
-    """Speed at which a rank makes codes of values, or back, in bytes of fp32; None for no time."""
+    """Speed at which a rank quantizes values, or back, in bytes of fp32; None for no time."""
     kernel_efficiency: Mapping[int, float] = field(default_factory=dict)
     """Share of full speed that kernels reach, by samples per rank in a step; empty: always 1."""
 

@@ -71,10 +71,8 @@ class LateWatch:
         ]
         for each in alive:
             if waiting and each.bucket is None and _stalls(each) and each.step <= waiting[0].step:
-                late_s = each.time_s - each.since_s
-                since = _text(each.since_s)
-                what = (each.rank, each.host, each.step, waiting[0].bucket, late_s, since, seen_by)
-                found.append(Late("stalled", *what))
+                late = _late("stalled", each, each.time_s - each.since_s, each.since_s)
+                found.append(late._replace(bucket=waiting[0].bucket, seen_by=seen_by))
         if not found:
             found += self._slow_one(alive, now_s)
         self._before = {record.rank: record for record in records}
@@ -91,17 +89,16 @@ class LateWatch:
         return news
 
     def _silent(self, running: Sequence[Record], now_s: float) -> Iterator[Late]:
+        """Note which records are new, and yield the ranks that have written none for too long."""
         for each in running:
             number, heard_s = self._heard.get(each.rank, (-1, now_s))
             if number != each.number:
                 self._heard[each.rank] = (each.number, now_s)
             elif now_s - heard_s >= SILENT_S:
-                since = _text(heard_s)
-                silent_s = now_s - heard_s
-                yield Late("silent", each.rank, each.host, each.step, None, silent_s, since, ())
+                yield _late("silent", each, now_s - heard_s, heard_s)
 
     def _slow_one(self, alive: Sequence[Record], now_s: float) -> Iterator[Late]:
-        """Yield the rank that waits less than the others, if it does so again and again."""
+        """Note which rank waits less than the others; yield it if it does so again and again."""
         waits = {}
         step_s = 0.0
         for each in alive:
@@ -124,13 +121,25 @@ class LateWatch:
         if len(self._slow) >= SLOW_LOOKS:
             own = next(each for each in alive if each.rank == rank)
             seen_by = tuple([other for other in waits if other != rank])
-            since = _text(self._slow[0][1])
-            yield Late("slow", rank, own.host, own.step, None, late_s, since, seen_by)
+            yield _late("slow", own, late_s, self._slow[0][1])._replace(seen_by=seen_by)
 
 
 def _stalls(record: Record) -> bool:
     return record.time_s - record.since_s >= STALLED_S
 
 
-def _text(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds")
+def _late(
+    what: Literal["stalled", "slow", "silent"], record: Record, late_s: float, since_s: float
+) -> Late:
+    """Return that the rank of `record` is late; no bucket and no rank waits for it so far."""
+    since = datetime.fromtimestamp(since_s, UTC).isoformat(timespec="seconds")
+    return Late(
+        what,
+        record.rank,
+        record.host,
+        record.step,
+        bucket=None,
+        late_s=late_s,
+        since=since,
+        seen_by=(),
+    )

@@ -70,7 +70,7 @@ def read(store: Store) -> Sequence[Record]:
 
 
 def lost_of(records: Sequence[Record]) -> set[int]:
-    """Return the ranks that the writer of the newest record has lost: he was no lost rank then."""
+    """Return the ranks that the newest record names as lost: its own rank was none of them."""
     newest = max(records, key=lambda record: record.time_s, default=None)
     return set(newest.lost) if newest else set()
 

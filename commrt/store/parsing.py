@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsers of what ranks write on the store; an error that names a malformed value ends the run.
 
-Pure functions, which take what was read.
+Pure functions, which take what was read. States of a sampler or replica are checked by them too.
 """
 
 from __future__ import annotations

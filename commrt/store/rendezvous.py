@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the processes of a launch find torch's store. Rank 0 holds it, unless the launcher does.
 
-`listen` and `hold` open one for processes that get its address from their parent. For the threads
-that start a world, or processes. `meet` keeps the store that it opens as rank 0, for good; nothing
-else is kept.
+`hold` opens one for processes that get its address from their parent; `listen` opens its port, and
+those of other servers (`elastic.listener`). Used on the threads that start a world, processes or
+such a server. `meet` keeps the store that it opens as rank 0, for good; nothing else is kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What failing ranks leave on the store, so that the error of each names what its peers saw.
 
-For the thread that ends a world (`commrt.runtime.ending`), which may have to wait. Writes to the
-store, and to the error that it is given. No error of the store leaves these functions.
+Only `commrt.runtime.ending` calls it, on the thread that notices a failure or closes the world,
+which may have to wait. Writes to the store, and to the error that it is given. No error of the
+store leaves these functions.
 """
 
 from __future__ import annotations
