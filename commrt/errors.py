@@ -68,7 +68,10 @@ class TransportError(CommrtError):
         Written after the failure, by whoever reads the reports (`commrt.store.reports.diagnose`).
         """
         self.call: tuple[str, str] | None = None
-        """What the program had called, and which of several, where the place cannot say it."""
+        """What the program had called, and which of several, where the place cannot say it.
+
+        Written after the failure, before it is raised (`commrt.c10d.call_engine`).
+        """
         super().__init__(what)
 
     def __str__(self) -> str:

@@ -3,10 +3,12 @@
 
 Frozen data without torch or state, so any thread may use it. It stands below `kernels`, which turn
 values into these codes, and `quantization`, which carries them. The names of all wires stand at the
-end. Values are quantized in *blocks*: a
-block has one scale, a bfloat16, and one code per value. Eight blocks make a *tile*, the smallest
-part of a buffer that travels: its scales come first, then its codes. Codes do not add, so they are
-summed as the values that they stand for.
+end.
+
+Values are quantized in *blocks*: a block has one code per value and one scale, a bfloat16 by which
+its codes are multiplied. Eight blocks make a *tile*, the smallest part of a buffer that travels:
+its scales come first, then its codes. Codes do not add, so they are summed as the values that they
+stand for.
 """
 
 from __future__ import annotations

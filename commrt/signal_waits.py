@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a rank signals to peers that read its memory, and waits for theirs, before and after hops.
 
-A pure function of a rank's own hops; `commrt.runtime.reading` binds its result to signals.
+A pure function of a rank's own hops, for any thread; `commrt.runtime.reading` binds its result to
+signals.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SignalWait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SignalWaits:
-    """All of a program whose ranks read what is sent where it lies."""
+    """A rank's signals and waits in a program whose ranks read what is sent where it lies."""
 
     before: tuple[SignalWait | None, ...]
     """[hops] before the hop reads anything; None for an idle one."""

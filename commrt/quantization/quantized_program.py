@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that carry values as codes of few bits: binds them to buffers, and runs them.
 
-On the communication thread, or in place of it. They write the buffers, codes and residuals that
-they are bound to, and know no model.
+On the communication thread, or the caller's in its place. They write the buffers, codes and
+residuals that they are bound to, and know no model.
 
 Codes do not add: each rank quantizes every value once, either what it gives away to be summed, or
 the sum that it has formed. What was received to be added is dequantized and added in fp32. What is

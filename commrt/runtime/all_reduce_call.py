@@ -64,7 +64,7 @@ class AllReduce(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """True if it travels as so few bytes, unquantized."""
+        """True if it travels as at most `SHORT_NBYTES`, unquantized."""
         return (
             isinstance(self.wire, torch.dtype)
             and self.shape.numel() * self.wire.itemsize <= SHORT_NBYTES

@@ -2,7 +2,8 @@
 """A sum that is bound to its wire buffer: pack the caller's tensor, run the schedule, unpack.
 
 A header travels before the values, so ranks find out if their calls differ. On the communication
-thread, or one that has its turn; writes the caller's tensor and residual, and the wire buffer.
+thread, or the caller's in its place; writes the caller's tensor, its residual (what rounding lost,
+for the next call), and the wire buffer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class BoundSum:
     checksum: int
     """Checksum of all that must be equal on all ranks but the tag."""
     residual: Tensor | None
-    """The memory that `program` uses for the caller's, which may have moved since the last call."""
+    """What `program` uses for the caller's residual, which may lie elsewhere in each call."""
 
     def run(
         self, tensor: Tensor, residual: Tensor | None, tag: Tag, recorder: Recorder | None = None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks compare what they are about to do; those who differ learn it before anything moves.
 
-They compare texts, which travel as an all-reduce of bytes: each rank writes its own row of zeros.
+They compare texts, which travel as an all-reduce of bytes: each rank has a row for its text, and
+zeros in those of the others.
 Nothing is kept, and nothing of a world changes. `ConsistencyCheck` says which thread calls what.
 """
 
@@ -54,8 +55,8 @@ class Claim(NamedTuple):
 class ConsistencyCheck:
     """Compares what ranks do, before they do it. All is collective among the ranks that are named.
 
-    Methods called ``..._now`` are for the communication thread, or one that has its turn; `agree`
-    is for the training thread.
+    Methods called ``..._now`` are for the communication thread, or the caller's in its place;
+    `agree` is for the training thread, or a callback.
     """
 
     def __init__(self, transport: TransportByDevice) -> None:

@@ -33,7 +33,7 @@ from commrt.transport.protocol import Transport
 
 
 class HostTransport(Protocol):
-    """A class of transports for host memory: what `TRANSPORTS` names."""
+    """A class of transports for host memory: those in `TRANSPORTS`, or `HierarchicalTransport`."""
 
     kind: str
     one_host: bool

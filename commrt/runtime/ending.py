@@ -69,7 +69,8 @@ class Ending:
     "Failed" is ``comm_thread.failure``, which stays; a world that failed late can still fail. Any
     thread may read the state. `close` is for every thread but the communication thread, `abort` for
     any thread and signal handler; `on_failure` runs on the thread of the task, or on the one that
-    watches it, and `on_late_failure` on the one that watches a GPU.
+    watches it, `on_late_failure` on the one that watches a GPU, and `end_with_process` on the one
+    that ends the process.
     """
 
     def __init__(self, world: EndingWorld, release: Callable[[], None]) -> None:

@@ -4,8 +4,8 @@
 What a rank copies is received in its final place. What it combines with its own data is received in
 scratch memory and combined after the exchange, so a rank may send a chunk and add to it in the same
 hop. If it does not, a transport of one host may let it read the senders' memory instead of copying
-it to scratch. A run is as little Python as possible. The communication thread, or one that has its
-turn, binds and runs programs; they write the buffer and scratch, and know no world.
+it to scratch. A run is as little Python as possible. The communication thread binds and runs
+programs, or the caller's in its place; they write the buffer and scratch, and know no world.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """This rank's GPU, and its connection with those of the other ranks.
 
 `connect_world` adds a transport to a world and gives its communication thread streams, on that
-thread; the other functions change nothing of it, and run on whichever thread calls.
+thread; the other public functions change nothing of it, and run on whichever thread calls.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 """`init`: a process joins its world by a running group, a launcher's variables, or alone.
 
 It keeps the current world of the process, closes it at exit, and forgets it in a forked child; on
-the store it leaves where ranks that come later reach the others. For one thread at a time: what is
-kept here is written by `init`, and in the child.
+the store it leaves where ranks that come later reach the others. `init` is for one thread at a
+time, and alone writes what is kept here, but for the child. Any thread may ask `current` and
+`is_open`. After a loss the communication thread connects by `_connected`, which keeps nothing.
 """
 
 from __future__ import annotations

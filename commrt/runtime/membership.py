@@ -48,8 +48,8 @@ class Membership:
     - `together`, `begin_call`, `collective`: lets the members meet on the store and vote, and does
       the work again among those that are left. `begin_call` works on a copy, and waits;
     - `outwait`, `require_none_behind`: looks meanwhile whether others are in a collective;
-    - `recover`: forms the next generation. `any_gone`: asks who is lost. `restart_at_step`: tells
-      what keeps the generation for the store, too;
+    - `recover`: forms the next generation. `any_gone`: asks who is lost. `restart_at_step`: also
+      sets the generation that its `Member` shows to others on the store;
     - `depart`, `end_membership`, `wait_for_all_closed`, `close`: tells the others, stays for them,
       and lets go of its connection to the store. Here all of them do nothing.
 
@@ -57,8 +57,9 @@ class Membership:
     both: they say in which step a generation may start.
 
     On the communication thread: `takes_part`, `recover`, and `start_no_earlier` while it exchanges.
-    On any thread: `submit`, `depart`, and reading the attributes. On the training thread: the
-    others. `end_membership`, `wait_for_all_closed` and `close` on the one that closes the world.
+    On any thread: `submit`, `any_gone`, `depart`, and reading the attributes. On the thread that
+    closes the world: `end_membership`, `wait_for_all_closed` and `close`. On the training thread:
+    the others.
     """
 
     is_elastic = False
@@ -75,10 +76,11 @@ class Membership:
         self.generation: Generation
         """The one whose connections this rank uses."""
         self.number: int
-        """Of that generation."""
+        """The number of that generation."""
         self.ranks: tuple[int, ...]
         """The members, in ascending order."""
         self.lost: tuple[Loss, ...]
+        """The ranks that are missing in it."""
         self._use(generation)
         self.next_step: int = 0 if before is None else before.next_step
         """The first training step in which a new generation can start for this rank.
@@ -91,10 +93,10 @@ class Membership:
         # it, and `ElasticMembership` reads it
         self._submitted_steps = 0
         self.failures = 0
-        """Since an exchange was completed.
+        """Failures since an exchange was completed, which an elastic membership counts.
 
-        Counted by a membership that is elastic. Who completes an exchange of training sets it to 0,
-        on the communication thread.
+        The communication thread writes it, and whoever completes an exchange of training sets it to
+        0 there. The training thread sets it to 0 after a collective, with nothing in flight.
         """
 
     def _use(self, generation: Generation) -> None:

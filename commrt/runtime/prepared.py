@@ -39,8 +39,8 @@ class Prepared(Generic[T]):
     it begins with nothing. Memory to send from is kept here, too: after connections broke, a peer
     may still read what it was sent.
 
-    One thread writes here, but for what says otherwise: of exchanges the communication thread, or
-    one that has its turn. `known` is for any thread.
+    One thread at a time writes here, but for what says otherwise. For bound exchanges it is the
+    communication thread, or the caller's in its place. `known` is for any thread.
     """
 
     def __init__(self, world: HasMembership, kept: int = KEPT) -> None:

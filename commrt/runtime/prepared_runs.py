@@ -51,8 +51,8 @@ class PreparedRuns:
     Memory that a buffer has left, by ``buffer.data = ...``, is freed when the buffer runs again, or
     dies. An error that all ranks raise alike, before anything is sent, leaves the world usable.
 
-    `run` is for the communication thread, or one that has its turn, and alone prepares; `known` and
-    `require_possible` are for any thread. The world calls `forget` when no task runs.
+    `run` is for the communication thread, or the caller's in its place, and alone prepares; `known`
+    and `require_possible` are for any thread. The world calls `forget` when no task runs.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class PreparedRuns:
             )
             raise RecoveredError(UsageError(f"{what}: {do}"))
 
-    def _bind(self, schedule: Schedule, buffer: Tensor, memory: ref[Tensor]) -> _Run:
+    def _bind(self, schedule: Schedule, buffer: Tensor, key: ref[Tensor]) -> _Run:
         ranks = schedule.ranks
         mine = member_program(schedule, range(ranks), self._transport.rank, ranks)
         bounds = cut(schedule, buffer)
         program = bind(mine, buffer.detach(), self._transport, self._scratch, bounds=bounds)
 
         def let_go(_: ref[Tensor]) -> None:
-            self._prepared.forget_one(schedule, memory)  # a dead one has no hash of its own
+            self._prepared.forget_one(schedule, key)  # `_` is dead, and has no hash
 
         return _Run(program, _place_of(buffer), ref(buffer, let_go))
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Binds what a rank does on a window: it reads what peers of its host send where it lies.
 
-It signals to them, and waits for them, before and after. For `PeersTransport`, on GPUs. No transfer
-needs a receive buffer, and a sum of peers is one pass over their memory. What ranks of other hosts
-send is received as in `commrt.runtime.executor`, within the same hop. Sums have equal bits. A whole
-program is bound by `bind_reading`, a group of messages without a schedule by `bind_receiving`; both
-bind and run on the communication thread, and only read the peers' memory.
+A window is a buffer that these peers map. The rank signals to them, and waits for them, before and
+after it reads. For `PeersTransport`, on GPUs. No transfer needs a receive buffer, and a sum of
+peers is one pass over their memory. What ranks of other hosts send is received as in
+`commrt.runtime.executor`, within the same hop; sums have the same bits as there. `bind_reading`
+binds a whole program, `bind_receiving` a group of messages without a schedule. Both are for the
+communication thread, or the caller's in its place, as is what they return. It writes the rank's own
+buffer and scratch, and only reads the peers' memory.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
     local, remote = group.split(window.peers)
     if not (ranks := sorted(local.peers)):
         return transport.bind(group)
+    # positions of a program of one hop (`SignalWait`): 1 ready, 2 has been read, 3 the end
     ready = window.bind(
         SignalWait(1, {message.peer: 1 for message in local.recvs}), group.hop, ranks, first=True
     )
@@ -209,9 +212,9 @@ class _Reader(Binder):
         return self._in_peer(each) if each.peer in self._local_peers else self.own(each)
 
     def _moves(self, hop: Hop, places: Sequence[Tensor], *, lands: bool) -> tuple[Combination, ...]:
-        """Return what copies and combines receives at `places`; `lands`: nothing reads copies.
+        """Return what copies and combines receives at `places`.
 
-        Notes in `peer_parts` what it does not copy.
+        `lands`: no later hop reads the copies. `peer_parts` then notes those that stay with peers.
         """
         copies = []
         for each, place in zip(hop.recvs, places, strict=True):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices a schedule that is made anew in each step, and logs that once, on one rank.
 
-Whoever prepares schedules asks it about each one that is new, on one thread.
+Whoever prepares schedules asks it about each one that is new, on one thread at a time.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ six and two elements of each at a time::
     slice 1         b c           h i        carries values [1:3) and [7:9)
     slice 2             d e           j k    carries values [3:5) and [9:11)
 
-Threads are those of `commrt.runtime.bound_sum`.
+It runs on the communication thread, or the caller's in its place. It writes the caller's tensor
+and the wire buffer.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def travels_in_slices(call: AllReduce, chunks: int) -> bool:
 
 
 def slice_numel(chunks: int) -> int:
-    """Return the elements of the wire buffer: so many of each of `chunks`, in whole granules."""
+    """Return the elements of the wire buffer: as many of each of `chunks`, multiples of GRANULE."""
     return SLICE_NUMEL // chunks // GRANULE * GRANULE * chunks
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sums of `World.all_reduce`: prepared when a call is new, then only run.
 
-They write the callers' tensors and residuals; see `Sums` for threads. Gradients go by
-`commrt.buckets.engine`. Sums travel one at a time, so all share one wire buffer, as large as the
-largest tensor so far.
+They write the callers' tensors and residuals, which keep what rounding lost; see `Sums` for
+threads. Gradients go by `commrt.buckets.engine`. Sums travel one at a time, so all share one wire
+buffer, as large as the most that has travelled at once.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ UNCONFIRMED = 64
 class Sums:
     """The all-reduces of one world.
 
-    `run` and `repeat` send, on the communication thread or one that has its turn. `known`,
-    `schedule` and `remember` send nothing, on the thread that calls the world; of what is here,
-    these two alone write which schedule was seen, and which call is remembered.
-    `require_no_mismatch` is for both; the world calls `forget` when no task runs.
+    `run` and `repeat` send, on the communication thread, or the caller's in its place. `known`,
+    `schedule` and `remember` send nothing, on the thread that calls the world. There `schedule`
+    alone notes which schedule was seen, and `remember` which call may be repeated.
+    `require_no_mismatch` is for both threads; the world calls `forget` when no task runs.
     """
 
     def __init__(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of torch that commrt was tested with (``dev/versions.py``), and what others are told."""
+"""Versions of torch that commrt was tested with (``dev/versions.py``), and what others are told.
+
+On any thread; keeps only which versions were logged.
+"""
 
 from __future__ import annotations
 

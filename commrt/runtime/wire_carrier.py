@@ -26,7 +26,7 @@ class ValuesOnWire(NamedTuple):
     values: Tensor
     """fp32 [numel]"""
     residual: Tensor | None
-    """fp32 [numel], for wires with feedback."""
+    """fp32 [numel], what rounding lost, for wires with feedback; otherwise None."""
 
 
 class StepQuantizer(Protocol):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The world: this rank, the others, and all that they can be called to do together.
 
-It joins the parts of this room, and has little of its own: which collective is running (`World.
-collective`), and attributes of which each says who writes it. All else runs in the part that it
-calls, most of it on the communication thread.
+It joins the other modules of `commrt.runtime`. Its own state is which collective is running
+(`World.collective`), and attributes of which each says who writes it. All else runs in the modules
+that it calls, most of it on the communication thread.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class World:
 
     Methods are for the thread that trains, or for callbacks of its transfers, if they do not say
     otherwise.
-    Attributes may be read on any thread. Those that do not say who writes them never change; the
-    others change on the thread that trains, or that closes the world.
+    Attributes and properties may be read on any thread. Attributes that do not say who writes them
+    never change; the others change on the thread that trains, or that closes the world. Properties
+    show what other objects hold, which the communication thread may change.
     """
 
     def __init__(
@@ -167,12 +168,15 @@ class World:
         self._collective: str | None = None  # which one runs, on the training thread
         self._entered = 0  # ``with`` statements around this world
         self.reconnect_options = reconnect_options
-        """How ranks connect again after one was lost; None in a world that cannot, or is closed."""
+        """How ranks connect again after one was lost; None in a world that cannot.
+
+        `ending` sets it to None when the world closes.
+        """
         founders = Generation(0, dict.fromkeys(transport.members, 0))
         self.membership = Membership(founders, self.comm_thread)
         """Who the members are; `commrt.elastic` puts its own in place (`survive_losses`, `end`).
 
-        The communication thread writes what is in it, when a generation ends.
+        `Membership` says which thread writes what is in it.
         """
         self.consistency = ConsistencyCheck(self.transport)
         # these two read the number of the generation at once
@@ -252,9 +256,9 @@ class World:
 
     @property
     def _is_plain(self) -> bool:
-        """True if no model or other rank decides what a call does, and its thread may write.
+        """True if no model or other rank decides what a call does: what was checked is repeated.
 
-        What was checked once is then repeated.
+        False in torch's inference mode, in which the calling thread may not write.
         """
         if self.hooks is not NO_HOOKS or self.membership.is_elastic:
             return False
@@ -544,10 +548,11 @@ class World:
     def close(self) -> None:
         """Finish what was started, then close the connections. Not collective.
 
-        Call it again after a Ctrl-C in it. It also says that this rank's data has ended. Not so in
-        a ``finally`` that an exception passes, or in an ``except``: where the others go on without
-        lost ranks, they go on without this one, as after an error in ``with``. Nor while the
-        process ends, as by ``atexit``: what ended it does not show there.
+        Call it again after a Ctrl-C in it. Raises `UsageError` on the communication thread. It also
+        says that this rank's data has ended. Not so in a ``finally`` that an exception passes, or
+        in an ``except``: where the others go on without lost ranks, they go on without this one, as
+        after an error in ``with``. Nor while the process ends, as by ``atexit``: what ended it does
+        not show there.
         """
         self.ending.close()
 

@@ -392,7 +392,7 @@ class CommThread:
 
 
 def after_all(future: Future[Any]) -> Future[Any]:
-    """Return one that is done when `future` is, and all tasks that its thread has taken until now.
+    """Return a future that is done when `future` and all tasks that its thread has taken are.
 
     Its callbacks have the same place in the order of tasks on all ranks: those of a rank whose task
     is done already run after the tasks that this rank has submitted since, so the others must not

@@ -49,7 +49,7 @@ class Timeouts(NamedTuple):
     probe_s: float  # whether a process lives, or a rank has a state
     # a step that keeps ranks in a collective waiting; each pause while a state is copied
     step_s: float
-    # all other waits, such as for a transfer or a roll call: the number that a user gives
+    # all other waits, as for a transfer or for ranks to say they live: the number that a user gives
     collective_s: float
     start_s: float  # until all ranks have connected
 

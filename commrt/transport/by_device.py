@@ -2,8 +2,8 @@
 """One transport made of several: for host memory, and for the rank's GPU.
 
 Chooses by the device of the tensors, gives all transports one timeout, and ends them. The thread
-that exchanges adds transports, between groups. Any thread may `allocate`, set `timeout_s`, `abort`
-and `abort_host`; all else is for the thread that exchanges.
+that exchanges adds transports, between groups, and calls `bind`, `capture`, `share` and `wait`. The
+thread that closes the world calls `close`. All else is for any thread.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ Gloo matches messages by tag and does not compare sizes. Each message's tag is m
 between the two ranks, its size and its call: that keeps the order, and ranks that disagree end in a
 deadline instead of wrong data.
 
-A transport either runs groups, on the thread that exchanges, or is for `post`, on any thread with
-the caller's tags (`commrt.c10d.host_messages`): these could be those of a group. Any thread may
-`abort`.
+A transport either runs groups, on the thread that exchanges, or its owner calls `post`, on any
+thread, with tags of its own (`commrt.c10d.host_messages`): one of them could equal the tag of a
+group's message. Any thread may `allocate`, set `timeout_s` and `abort`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class GlooTransport(Transport):
         return super().allocate(numel, dtype)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
-        """Begin one send or receive by Gloo's tag; from any rank if None. See the module's rule."""
+        """Begin one send or receive by Gloo's tag; from any rank if None. Not beside groups."""
         gloo = self._gloo  # of which no reference may stay: connections live as long as one
         if gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, peer))

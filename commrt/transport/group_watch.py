@@ -4,7 +4,8 @@
 NCCL has no deadlines, and no rank learns from it that another has given up (NVIDIA/nccl#279). A
 watchdog thread enforces the deadlines, reads from the store which ranks have left, and aborts the
 communicator to end what waits in it; it alone asks for a `lost_peer`. All else is called by the
-thread that exchanges; `fail` and `abort` by any. `commrt.transport.peers` adds to `counts`.
+thread that exchanges, or later closes; `fail` and `abort` by any. `commrt.transport.peers` adds to
+`counts`.
 
 A transport and its communicator (`commrt.transport.nccl_communicator`) fail and end so::
 

@@ -5,8 +5,9 @@ Each rank has a page with a word for every member, into which that member writes
 come. A rank reads a number that its peer has written to its page before it trusts the mapping:
 drivers have been wrong about what they can reach.
 
-Any thread may allocate a buffer, or let go of one; all else is for the thread that exchanges.
-Kernels write the words (`commrt.transport.signals`), never this module.
+Any thread may allocate a buffer, or let go of one; all else is for the thread that exchanges, or
+later closes. Kernels write the members' words (`commrt.transport.signals`); this module writes only
+the number at the end of its page.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ works. It is one NCCL group if no rank has many messages, and several otherwise
 (`commrt.nccl_groups`): NCCL cuts a large group into kernels, at another place on each rank, and
 kernels may then wait for each other for ever. No group of ours is cut (decision 0034).
 
-`commrt.transport.group_watch` has the deadlines and the ends. Only the thread that exchanges calls
-here, but for `allocate`, `timeout_s` and `abort`, which are for any.
+`commrt.transport.group_watch` has the deadlines and the ends. Only the thread that exchanges, or
+later closes, calls here, but for `allocate`, `timeout_s` and `abort`, which are for any.
 """
 
 from __future__ import annotations

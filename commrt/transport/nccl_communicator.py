@@ -50,7 +50,7 @@ OLD_CUPY = (
 )
 
 NcclCommunicator = Any
-"""CuPy's object: used by one thread at a time, but for `check_async_error` and `abort`."""
+"""CuPy's object: used by one thread at a time, but for its `abort`."""
 Graphs = weakref.WeakSet["torch.cuda.CUDAGraph"]
 
 

@@ -3,7 +3,8 @@
 
 A sender offers its data where it lies. The receiver copies or reads it, and acknowledges that, so a
 send waits for its receive, as on NCCL. For the thread that exchanges; no call waits. Takes what has
-arrived out of its `Channel`, whose lists no one else reads, and writes to the tensors of receives.
+arrived out of the `offers` of its `Channel`, which all groups with this peer share, and writes to
+the tensors of receives.
 """
 
 from __future__ import annotations

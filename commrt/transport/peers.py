@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers' memory: buffers of the GPUs of one host, which all its ranks map and read where they lie.
 
-Windows beside NCCL, which carries all other groups. In a window a hop is a signal, a wait and
+Such a buffer is a window; NCCL carries all other groups. In a window a hop is a signal, a wait and
 kernels that read (`commrt.runtime.reading`). A rank signals to its peers how far it has come, by a
 word in their memory, and waits for their signals, on the device. The counters lie on the device
 too, so a graph repeats what calls do. A wait has a deadline. One that fails takes back what the
 rank signalled, so that no peer reads what later kernels overwrite; after it, no kernel signals any
 more. Windows and NCCL's groups fail and end together, in one `GroupWatch`.
 
-Called by the thread that exchanges, but for what a transport lets any thread do.
+Called by the thread that exchanges, or later closes; `allocate`, `timeout_s` and `abort` by any.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class PeersTransport(Transport):
     ) -> Exchange:
         """Prepare `signal_wait` with `ranks` once, to run it many times; `hop` is for errors.
 
-        A program begins with its `first` one and ends with its `last` one, after which positions
-        begin anew. One that `checks_abort` fails if an exchange before it, by other means, has been
-        given up.
+        A program begins with its `first` one and ends with its `last` one, after which positions,
+        the numbers that ranks signal, begin anew. One that `checks_abort` fails if an exchange
+        before it, by other means, has been given up.
         """
         self._watch.require_open(hop)
         begun = [ranks] if first else []

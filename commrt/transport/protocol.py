@@ -5,8 +5,8 @@ A rank may have several transports (`commrt.transport.by_device`).
 
 The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 
-* a group holds all that one rank sends and receives in one hop; its transfers with different peers
-  are independent;
+* a group holds all that one rank sends and receives in one hop, its part of a step of a schedule;
+  its transfers with different peers are independent;
 * the k-th send from one rank to another matches the k-th receive there; messages carry no tags.
   Where the medium has room, they carry the number of their call, and two ends that differ in it
   fail: shared memory and threads of one process raise `CallMismatch`, Gloo waits until the
@@ -199,7 +199,7 @@ class Window(NamedTuple):
     peers: Mapping[int, Tensor]
     """By rank of this host, its buffer, of the dtype of this rank's. Never write to it."""
     bind: Callable[..., Exchange]
-    """`commrt.transport.peers.PeersTransport.bind_signal_wait`."""
+    """Binds a signal to peers and a wait for theirs: `PeersTransport.bind_signal_wait`."""
 
 
 def point(target: Tensor, memory: Tensor) -> None:

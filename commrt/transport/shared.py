@@ -6,8 +6,8 @@ send waits for its receive, as on NCCL. Sends from `SharedTransport.allocate` ne
 other memory is first copied to a shared segment. Offers and small messages meet in memory
 (`commrt.transport.channel`); small ones are complete when they are sent.
 
-The thread that exchanges runs all of it, but `allocate` and `abort` (any thread), and
-`leave_to_parent` (a forked child).
+The thread that exchanges, or later closes, runs all of it, but `allocate`, `timeout_s` and `abort`
+(any thread), and `leave_to_parent` (a forked child).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SharedTransport(Transport):
 
     Connects to all other `members` through a `store` that nobody else uses; raises
     `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
-    `commrt.store.addresses.host_identity`. Takes no notice of what else transports of hosts get.
+    `commrt.store.addresses.host_identity`. Other arguments of a `HostTransport` do not matter here.
     """
 
     kind = "shared"
