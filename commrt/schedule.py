@@ -341,9 +341,14 @@ class _RenamedSteps:
 def require_schedule(value: object) -> None:
     """Raise `UsageError` unless `value` is a schedule."""
     if not isinstance(value, Schedule):
-        raise UsageError(
-            f"{value!r:.80} is no schedule: an algorithm makes one with its schedule(step, ranks)"
-        )
+        raise no_schedule(value)
+
+
+def no_schedule(value: object) -> UsageError:
+    """Return the error of a `value` in the place of a schedule."""
+    return UsageError(
+        f"{value!r:.80} is no schedule: an algorithm makes one with its schedule(step, ranks)"
+    )
 
 
 def require_counts(name: str, **counts: object) -> None:

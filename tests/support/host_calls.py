@@ -27,7 +27,7 @@ from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
-FOLDERS = tuple(f"{ROOT / name}/" for name in ("commrt", "kernels", "algorithms"))
+PACKAGE = f"{Path(commrt.__file__).parent}/"  # as frames name it, through links
 STEADY, COUNTED, SLACK = 8, 3, 1.01
 TRIES = 8
 """Of which the least counts: a thread may be late, and wait elsewhere."""
@@ -119,7 +119,7 @@ def _counted(world: commrt.World, call: Callable[[], object]) -> int:
     number = count()
 
     def note(frame, event, _) -> None:
-        if event in {"call", "c_call"} and frame.f_code.co_filename.startswith(FOLDERS):
+        if event in {"call", "c_call"} and frame.f_code.co_filename.startswith(PACKAGE):
             next(number)
 
     world.comm_thread.submit(lambda: sys.setprofile(note)).result()
@@ -130,7 +130,9 @@ def _counted(world: commrt.World, call: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
         world.comm_thread.submit(lambda: sys.setprofile(None)).result()
-    return next(number) // COUNTED
+    calls = next(number) // COUNTED
+    assert calls, f"no code below {PACKAGE} ran"
+    return calls
 
 
 def least_calls(what: str, enough: int = 0) -> int:
