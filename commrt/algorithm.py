@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `attach` takes as its algorithm: what gives the schedules, and what trains with them."""
+"""What `attach` takes as its algorithm: what gives the schedules, and what trains with them.
+
+An interface only. Any thread may ask for a schedule, as no call changes an algorithm.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which hops of a rank touch the same chunks: what waits for combining, and what stays at the end.
 
-Pure functions of a rank's own hops, for binding a program; what hops wait for in peers is in
-`commrt.signal_waits`.
+Pure functions of a rank's own hops (its parts of a schedule's steps), for binding a program. What
+hops wait for in peers is in `commrt.signal_waits`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """The errors that commrt raises.
 
 A message says what happened, what was expected, and what to do. `UsageError` is a ``ValueError``
-and `DeadlineExceeded` a ``TimeoutError``, so code that does not import commrt can catch them.
+and `DeadlineExceeded` a ``TimeoutError``, so code that does not import commrt can catch them. Any
+thread raises and reads errors; only `TransportError` has fields that are written later.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a file that a user has named; it may be anything, and is never waited for or written."""
+"""Read a file that a user has named; it may be anything, and is never waited for or written.
+
+On the caller's thread; nothing is kept.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 """Names of a package that are imported when they are first used: ``import commrt`` needs no torch.
 
 The package's ``__init__.pyi`` is the one list of them, for type checkers and at run time: each line
-imports names from the modules that define them. It is read once, when a name is first used.
+imports names from the modules that define them. It is read once, when a name is first used, on any
+thread; nothing else is kept.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class QuantizedProgram(RunnableProgram):
     quantizer: Quantizer
     rank: int
     nbytes_sent: int
-    calls: Iterator[int]  # numbers of the runs, where tags come again; each run takes the next
+    calls: Iterator[int]  # numbers of the runs, where tags may be equal; each run takes the next
 
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread; see `BoundProgram.run`.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which quantizer a step has, where bits follow from the averages of the steps before.
 
-State of one engine, in memory only; it sends nothing. See `StepBits` for threads.
+State of one engine that averages gradients, in memory only; it sends nothing. `StepBits` says which
+thread calls what.
 """
 
 from __future__ import annotations

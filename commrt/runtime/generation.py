@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A generation: who the members of a world are, and since when, as a value.
 
-`commrt.runtime.membership` holds the one that runs; `commrt.elastic` decides which one follows.
+Values and pure functions, for any thread. `commrt.runtime.membership` holds the generation that
+runs; `commrt.elastic` decides which one follows.
 """
 
 from __future__ import annotations

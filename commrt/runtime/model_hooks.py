@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a world calls of the model that is attached to it.
 
-Only a model that votes on whose gradients count sets ``world.hooks``, when it is attached, and
-takes them away when it is detached; so does the end of a world (`ending`).
+Only a model with backup workers, whose ranks vote on whose gradients count, sets ``world.hooks``,
+when it is attached. It takes them away when it is detached; so does the end of a world (`ending`).
 """
 
 from __future__ import annotations

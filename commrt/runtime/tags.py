@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tag that a caller gives to a transfer: what it is called without one, and what is refused."""
+"""The tag that a caller gives to a transfer: what it is called without one, and what is refused.
+
+Constants and a pure check, for any thread.
+"""
 
 from __future__ import annotations
 

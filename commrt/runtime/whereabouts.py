@@ -28,7 +28,7 @@ class Totals(Protocol):
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """How many there were."""
 
     @property
     def exposed_s(self) -> float:

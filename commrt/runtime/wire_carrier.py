@@ -70,7 +70,7 @@ class Carrier(Protocol):
         """Return, for each buffer, a program that runs its head and carries its values quantized.
 
         `allocate` makes [nbytes] for a use; the buffers share it, as they travel one at a time.
-        `calls` numbers the runs where tags come again.
+        `calls` numbers the runs, so that those with equal tags round with other random numbers.
         """
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A watch over callbacks of futures, which run on the communication thread and may never return."""
+"""A watch over callbacks of futures, which run on the communication thread and may never return.
+
+For a thread of its own, which writes nothing: it logs, and `on_stuck` ends the world.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def watch_callbacks(
     """Call `on_stuck` if callbacks take longer than ``limit_s()``; return once `ended` is set.
 
     ``running()`` is another object each time that callbacks begin or go on; None while none runs.
-    For a thread of its own, on which `on_stuck` runs, too.
+    `on_stuck` runs on the calling thread.
     """
     seen = None
     deadline = Deadline(limit_s())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Futures that Ctrl-C cannot break; on a GPU they may be set while work is still queued.
 
-One thread sets a future, and any may wait for it. It asks the communication thread, if that sets
-it, who calls, and to watch callbacks. Writes only itself.
+One thread sets a future, and any may wait for it. A future that the communication thread sets asks
+that who calls, and lets it watch callbacks. Writes only itself.
 
 ``concurrent.futures.Future`` guards its state with a lock that Python code takes. A
 KeyboardInterrupt may arrive after the lock is taken and before Python notes it. Then nobody

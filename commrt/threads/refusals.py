@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a communication thread takes no task: what the errors of such calls say."""
+"""Why a communication thread takes no task: what the errors of such calls say.
+
+Constants and a pure function, for any thread.
+"""
 
 from __future__ import annotations
 

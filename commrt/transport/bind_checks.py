@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every transport does first with a group: refuse what is out of reach, part own messages.
 
-Pure functions of the group. They copy nothing: the transport copies when the group runs.
+Pure functions of the group, for any thread. They copy nothing: the transport copies when the group
+runs.
 """
 
 from __future__ import annotations

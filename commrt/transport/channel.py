@@ -17,7 +17,8 @@ stores travel on the socket. Always on the socket are::
     Q 0                               my packets lie in this memory, with its descriptor
     W 0                               wake up
 
-A socket that ends means that its process ended or gave up. Only `shut_down` is for any thread.
+A socket that ends means that its process ended or gave up. Only `shut_down` is for any thread;
+`release` is for the thread that closes, and for a forked child.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory within a host and Gloo between hosts, for ranks of which some share a host.
 
-The thread that exchanges runs both; Gloo's own threads serve the sockets meanwhile. Any thread may
-`allocate` or `abort`.
+The thread that exchanges, or later closes, runs both; Gloo's own threads serve the sockets
+meanwhile. Any thread may `allocate`, set `timeout_s` or `abort`.
 """
 
 from __future__ import annotations

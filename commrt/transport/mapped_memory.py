@@ -6,8 +6,8 @@ come. A rank reads a number that its peer has written to its page before it trus
 drivers have been wrong about what they can reach.
 
 Any thread may allocate a buffer, or let go of one; all else is for the thread that exchanges, or
-later closes. Kernels write the members' words (`commrt.transport.signals`); this module writes only
-the number at the end of its page.
+later closes. Kernels write the members' words (`commrt.transport.signals`); of a page this module
+writes only the number at its end.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Communicator:
     def __init__(self, nccl: NcclCommunicator) -> None:
         self.nccl = nccl
         self.in_use = threading.Lock()
-        """Held during calls of the communicator, on any thread, or it could be freed meanwhile."""
+        """Held on any thread during its calls, but for `abort`, or it could be freed meanwhile."""
         self.graphs = Graphs()
         """The CUDA graphs that use the communicator; `GroupWatch.capture` adds them."""
         self.ended = threading.Event()

@@ -123,5 +123,8 @@ class Signals:
         return None
 
     def abort(self) -> None:
-        """Let no rank signal any more that what NCCL was to bring is ready."""
+        """Fail this rank's waits; kernels that `checks_abort` do not signal any more.
+
+        What NCCL was to bring before them is not there.
+        """
         self._words[ABORT] = 1
