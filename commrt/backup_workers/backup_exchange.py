@@ -157,10 +157,10 @@ class BackupExchange:
             cast("WeightWatch", self._engine.buckets[0].watch).begin(self._digest)
         mine = Announcement(
             self._world.rank,
-            membership.number,
-            running.samples,
-            running.ready_s,
-            round(running.late_s, 4),
+            generation=membership.number,
+            samples=running.samples,
+            ready_s=running.ready_s,
+            late_s=round(running.late_s, 4),
         )
         try:
             outcome = self._votes.run(mine, step, running.attempt)

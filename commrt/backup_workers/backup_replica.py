@@ -251,7 +251,9 @@ class BackupWorkersReplica(Replica):
         self._samples = 0
         if self._phase is Phase.STALE:
             self._backup_step.drop()
-            self.last = StepReport(self._standing.version, (), 0.0, (), counted=False)
+            self.last = StepReport(
+                self._standing.version, members=(), exposed_s=0.0, spans=(), counted=False
+            )
             self._stats = self._stats.plus(self.last)
             self.drain()
             return

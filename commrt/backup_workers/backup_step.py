@@ -105,7 +105,15 @@ class BackupStep:
             else []
         )
         attempt = tried if step == version else 0
-        self._pass = Pass(version, attempt, self._late_s, says, samples, ready, number)
+        self._pass = Pass(
+            step=version,
+            attempt=attempt,
+            late_s=self._late_s,
+            says=says,
+            samples=samples,
+            ready=ready,
+            number=number,
+        )
 
     def mark(self, name: str | None = None) -> Pass:
         """Note that the gradient of `name` is ready, by default all gradients; announce full

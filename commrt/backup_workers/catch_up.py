@@ -104,7 +104,7 @@ class CatchUp:
         membership = self._membership
         membership.require_open()
         members = membership.generation.members
-        place = Place(self._world.rank, sources[0], version)
+        place = Place(self._world.rank, peer=sources[0], step=version)
         gone = {rank for rank in sources if rank not in members} | membership.member.gone(sources)
         # it is or was a member
         if (is_late or len(gone) == len(sources)) and self._world.config is None:

@@ -362,7 +362,7 @@ class QuorumVote:
                 f" without them there are fewer than {self.needed}: they are stopped, or do"
                 " something else; look at their output"
             )
-            raise DeadlineExceeded(what, Place(member.rank, missing[0], step))
+            raise DeadlineExceeded(what, Place(member.rank, peer=missing[0], step=step))
 
     def delete_old_steps(self, step: int) -> Future[None] | None:
         """Begin to delete keys of old steps, now and then; the first member of each `step` calls

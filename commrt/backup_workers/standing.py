@@ -42,7 +42,13 @@ class Standing:
         is_due = not in_pass and self._guard.is_due
         stopping = [*self._riding.known_to_stop]
         return Snapshot(
-            self.version, self._guard.steps, self.order, self.session, in_pass, is_due, stopping
+            self.version,
+            optimizer_steps=self._guard.steps,
+            order=self.order,
+            session=self.session,
+            in_pass=in_pass,
+            is_due=is_due,
+            stopping=stopping,
         )
 
     def follow(self, snapshot: Snapshot) -> None:

@@ -152,7 +152,7 @@ def _quorum_lost(
             f"{last}. Ranks {left} are left, fewer than half of {[*generation.ranks]}: start again"
             " from a checkpoint"
         )
-    return QuorumLost(what, Place(place.rank, last.rank, place.step))
+    return QuorumLost(what, Place(place.rank, peer=last.rank, step=place.step))
 
 
 def _too_few(seen: Attendance, terms: Terms, missing: Sequence[Loss]) -> DeadlineExceeded:
@@ -160,7 +160,7 @@ def _too_few(seen: Attendance, terms: Terms, missing: Sequence[Loss]) -> Deadlin
     return DeadlineExceeded(
         f"ranks {[loss.rank for loss in missing]} are missing ({missing[0].why}), and without them"
         f" fewer than {least} ranks are left: look at their output, or raise timeout_s",
-        Place(terms.rank, missing[0].rank, step=seen.here[terms.rank].step),
+        Place(terms.rank, peer=missing[0].rank, step=seen.here[terms.rank].step),
     )
 
 

@@ -151,7 +151,14 @@ class GossipExchange:
         membership = self._world.membership
         if bucket.index == 0:
             membership.submit_step(step)
-        header = Header(0, self._number, 0, step, bucket.index, 0)
+        header = Header(
+            late=0,
+            model=self._number,
+            optimizer_steps=0,  # not compared
+            step=step,
+            bucket=bucket.index,
+            settings=0,
+        )
         message = bucket.pack(header)
         message.step = step
         if message.said is not None and (stop != NO_STOP or message.said.is_loaded):

@@ -111,7 +111,12 @@ class FragmentExchange:
         exchange = fragment.exchanges - 1
         for bucket in buckets:
             header = Header(
-                0, self._model_number, 0, in_flight.step, bucket.index, in_flight.settings
+                late=0,
+                model=self._model_number,
+                optimizer_steps=0,  # not compared
+                step=in_flight.step,
+                bucket=bucket.index,
+                settings=in_flight.settings,
             )
             bucket.take(header, bucket.names, in_flight.leaving)
             bucket.own_weight = in_flight.weight

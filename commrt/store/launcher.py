@@ -170,7 +170,18 @@ def launched(env: Mapping[str, str] = ENVIRONMENT, up_to: int | None = None) -> 
         raise UsageError(
             f"{known.local_rank}={place} and {known.local_size}={local_size} contradict each other"
         )
-    return Launch(known.name, rank, size, place, local_size, address, port, agent, attempt, job)
+    return Launch(
+        known.name,
+        rank=rank,
+        size=size,
+        local_rank=place,
+        local_size=local_size,
+        address=address,
+        port=port,
+        store_exists=agent,
+        attempt=attempt,
+        job=job,
+    )
 
 
 def _integer(

@@ -52,7 +52,7 @@ def gather(
         raise DeadlineExceeded(
             f"timed out: ranks {missing} did not come within {timeout_s:g} s: start all of them,"
             " with the same world size, and look at the output of those that are missing",
-            Place(rank, next(iter(missing), None)),
+            Place(rank, peer=next(iter(missing), None)),
         ) from error
     texts = {peer: store.get(key) for peer, key in keys.items()}
     counter = f"read/{members[0]}"
