@@ -21,9 +21,9 @@ class SkippingGuard(StepGuard):
     whatever a loop calls.
 
     Replaces `before_step` of its parent, which `OptimizerSteps` calls, and `after_step`, which
-    `BackupWorkersReplica` calls, and writes its `_refusal` and `held_back`. `take_part` is called
-    before each step, as parameters may change then. Written by others: `held_back`, set to True by
-    `BackupWorkersReplica`, and `steps`, by `Standing`.
+    `BackupWorkersReplica` calls, and writes its `_refusal` and `held_back`. `take_part`, here
+    `ReplicaState.shut`, is called before each step, as parameters may change then. Written by
+    others: `held_back`, set to True by `BackupWorkersReplica`, and `steps`, by `Standing`.
     """
 
     def __init__(self, *arguments: Any) -> None:

@@ -38,8 +38,11 @@ OTHER_CALL = "make the same collective calls in the same order on all ranks"
 class Barrier:
     """The collectives of one member, and the votes at their ends and of exchanges.
 
-    Used on the training thread, where a method does not say otherwise. Written here of others: the
-    member's count of collectives, and on the store heads, arrivals, refusals and votes.
+    `ElasticMembership` calls `arrive`, then `vote` or `refuse` for each try of the work, and
+    `leave`. An exchange of local SGD has a key of its own, under which ranks call `promise` or
+    `decline`, then `outcome`, and `forget` later. Used on the training thread, where a method does
+    not say otherwise. Written here of others: the member's count of collectives, and on the store
+    heads, arrivals, refusals and votes.
     """
 
     def __init__(self, member: Member) -> None:

@@ -265,9 +265,7 @@ class Member:
         return self._propose(head, here, self._terms(why, may_be_silent=False), limit)
 
     def _terms(self, why: str, *, may_be_silent: bool) -> Terms:
-        return Terms(
-            self.rank, self.timeout_s(), why, needed=self.needed, may_be_silent=may_be_silent
-        )
+        return Terms(self.rank, self.timeout_s(), why, self.needed, may_be_silent)
 
     def _propose(
         self, head: Head, here: Mapping[int, Arrival], terms: Terms, limit: Deadline
@@ -281,12 +279,7 @@ class Member:
         reached = {*here} - unreached
         departed, _ = self.absent(head.generation, {self.rank, *reached, *joining})
         seen = Attendance(
-            head.generation,
-            here,
-            departed,
-            joining,
-            is_running=head.phase == RUNNING,
-            waited_s=limit.waited_s,
+            head.generation, here, departed, joining, head.phase == RUNNING, limit.waited_s
         )
         after = next_generation(seen, terms)
         if after is None:

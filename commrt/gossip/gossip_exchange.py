@@ -151,13 +151,9 @@ class GossipExchange:
         membership = self._world.membership
         if bucket.index == 0:
             membership.submit_step(step)
+        number = self._number
         header = Header(
-            late=0,
-            model=self._number,
-            optimizer_steps=0,  # not compared
-            step=step,
-            bucket=bucket.index,
-            settings=0,
+            late=0, model=number, optimizer_steps=0, step=step, bucket=bucket.index, settings=0
         )
         message = bucket.pack(header)
         message.step = step

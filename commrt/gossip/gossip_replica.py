@@ -184,9 +184,10 @@ class GossipReplica(AfterStepReplica):
         It takes over what came, and fixes the step at which all stop if this rank has asked.
         """
         if self._heard is not None:
-            (slot,), self._heard = self._heard.read(), None
-            if slot["stop_at"]:
-                self._stop = min(self._stop, Stop(int(slot["stop_at"]), int(slot["asker"])))
+            (wish,) = self._heard.read()
+            self._heard = None
+            if wish["stop_at"]:
+                self._stop = min(self._stop, Stop(int(wish["stop_at"]), int(wish["asker"])))
         if self._asked and self._stop == NO_STOP:
             self._stop = Stop(self._clock.passes + self._exchange.steps_to_all(), self._world.rank)
         return (self._stop.asker,) if self._clock.passes >= self._stop.step else ()

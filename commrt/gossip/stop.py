@@ -11,7 +11,7 @@ from commrt.buckets.riders import SLOT, Leaving
 
 
 class Stop(NamedTuple):
-    """The wish of a rank that all stop after a step."""
+    """The wish of rank `asker` that all stop after `step`."""
 
     step: int
     asker: int

@@ -56,7 +56,7 @@ class Message:
     packing: Packing
     """Packs to and from `sent`."""
     said: Riders | None = None
-    """What rides with `sent`; one slot, as messages of gossip are not added up."""
+    """What rides with `sent`: of this rank only, as messages of gossip are not added up."""
     heard: Riders | None = None
     """What came with `received`."""
     digests: tuple[Digest, Digest] | None = None

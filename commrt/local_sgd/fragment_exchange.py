@@ -113,7 +113,7 @@ class FragmentExchange:
             header = Header(
                 late=0,
                 model=self._model_number,
-                optimizer_steps=0,  # not compared
+                optimizer_steps=0,
                 step=in_flight.step,
                 bucket=bucket.index,
                 settings=in_flight.settings,

@@ -47,15 +47,14 @@ class Late(NamedTuple):
 
 
 class LateWatch:
-    """Finds late ranks by comparing records with those of the look before."""
+    """Finds late ranks by comparing records of two looks: call `look`, then `news` with its result."""
 
     def __init__(self) -> None:
         self._before: Mapping[int, Record] = {}
-        self._heard: dict[
-            int, tuple[int, float]
-        ] = {}  # by rank, its latest record and when it came
+        # by rank, the number of its latest record, and when that came
+        self._heard: dict[int, tuple[int, float]] = {}
         self._slow: list[tuple[int, float]] = []  # ranks of the latest looks, and when
-        self._told: dict[tuple[str, int], float] = {}
+        self._told: dict[tuple[str, int], float] = {}  # when a finding was told last
 
     def look(self, records: Sequence[Record], now_s: float) -> list[Late]:
         """Return who is late; `now_s` is this process's clock, in seconds since 1970."""
@@ -134,12 +133,5 @@ def _late(
     """Return that the rank of `record` is late; no bucket and no rank waits for it so far."""
     since = datetime.fromtimestamp(since_s, UTC).isoformat(timespec="seconds")
     return Late(
-        what,
-        record.rank,
-        record.host,
-        record.step,
-        bucket=None,
-        late_s=late_s,
-        since=since,
-        seen_by=(),
+        what, record.rank, record.host, record.step, None, late_s=late_s, since=since, seen_by=()
     )

@@ -38,7 +38,7 @@ def gather(
     """Write `record` as JSON to the store, and return those of all `members`, parsed by `read`.
 
     Each gathering of some members needs a prefix of the store for itself. The last of them to have
-    read the records deletes them, unless they are to `stay` for ranks that expect other members.
+    read the records deletes them, unless each of them `stays`, for ranks that expect other members.
     Raises `DeadlineExceeded` with those that do not come.
     """
     store.set(f"record/{rank}", json.dumps(record))
