@@ -47,7 +47,7 @@ class Late(NamedTuple):
 
 
 class LateWatch:
-    """Finds late ranks by comparing records of two looks: call `look`, then `news` with its result."""
+    """Finds late ranks by comparing the records of two looks; `news` says which ones to tell."""
 
     def __init__(self) -> None:
         self._before: Mapping[int, Record] = {}
