@@ -11,8 +11,6 @@ from typing import ClassVar, Protocol, TypeGuard, cast
 
 import torch
 
-from commrt.quantizer import DTYPES, QUANTIZERS, require_wire
-
 
 class QuantizedWire(Protocol):
     """A wire of few bits, as `attach` takes it: hashable, ``repr`` equal on ranks that agree."""
@@ -45,9 +43,13 @@ def as_wire(wire: object) -> AnyWire | None:
     >>> as_wire("bf16"), as_wire("bfloat16"), as_wire(torch.bfloat16), as_wire(None)
     (torch.bfloat16, torch.bfloat16, torch.bfloat16, None)
     """
+    if wire is None:
+        return None
+    from commrt.quantizer import DTYPES, QUANTIZERS, require_wire  # noqa: PLC0415  # an option
+
     require_wire(wire)
     if not isinstance(wire, str):
-        return cast("AnyWire | None", wire)
+        return cast("AnyWire", wire)
     name = wire.lower()
     if name in QUANTIZERS:
         return QUANTIZERS[name]
