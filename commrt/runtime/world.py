@@ -91,10 +91,11 @@ def _nothing() -> None:
 class World:
     """Ranks that run schedules on tensors; they may go on without lost ones (`commrt.elastic`).
 
-    One thread of its own runs all communication, in the order of the calls: every rank must make
-    the same calls in the same order. Use it as a context manager: after an error in the ``with``
-    statement, the other ranks learn of it at once. Of nested ``with`` statements only the outermost
-    closes the world, so a function may have its own.
+    One thread at a time runs all communication, in the order of the calls: one of its own, or the
+    caller's in its place. Every rank must make the same calls in the same order. Use it as a
+    context manager: after an error in the ``with`` statement, the other ranks learn of it at once.
+    Of nested ``with`` statements only the outermost closes the world, so a function may have its
+    own.
 
     Methods are for the thread that trains, or for callbacks of its transfers, if they do not say
     otherwise.
@@ -286,8 +287,8 @@ class World:
         `algorithm` and `wire`, what travels, are as for `attach`, or names, such as "ring" and
         "bf16". A wire with feedback keeps what rounding lost in `residual`, fp32 [elements], zeros
         at first. int32 and int64 have a sum and no mean. `tag` names the transfer in errors and
-        traces. While a model gossips or has backup workers, the call always waits, copies the
-        tensor, and goes on without lost ranks.
+        traces. While a model gossips, has backup workers or trains by local SGD, the call always
+        waits, copies the tensor, and goes on without lost ranks.
 
         Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError`
         on all ranks if sizes, wire dtypes or algorithms differ in a call that is new to them. The
