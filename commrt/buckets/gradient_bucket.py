@@ -56,8 +56,9 @@ class GradientBucket:
     1. The thread that trains calls `take`, or that of its backward pass.
     2. The communication thread, or the one that trains in its place, calls `pack`, `weigh` and
        `unpack`; or a device graph does their work between `prepare_replay` and `finish_replay`.
-    3. When that is done, the thread that trains calls `assign_missing`. Local SGD, whose gradients
-       are no ``param.grad`` of the model, calls `unpack` and `release` there instead.
+    3. When that is done, the thread that trains, or that of its backward pass, calls
+       `assign_missing`. Local SGD, whose gradients are no ``param.grad`` of the model, calls
+       `unpack` and `release` there instead.
 
     Nobody else may touch the gradients from the first to the last, or a later one of these calls
     raises `UsageError`. Backup workers that lose a rank make new buckets, and `take` again, on the

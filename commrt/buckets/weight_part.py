@@ -54,7 +54,7 @@ class WeightPart:
     IN_FLIGHT: ClassVar[str]
     """The error about a parameter ``{name}`` that somebody else wrote while it was in flight."""
     WRITTEN: ClassVar[str]
-    """The same while nothing was in flight."""
+    """The error about a parameter ``{name}`` that was written while nothing was in flight."""
     in_flight: object = None
     """What has left and was not mixed; false if there is nothing. Subclasses and senders set it."""
     is_relied_on = False

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order the parameters of a model fill its buckets: as rank 0's gradients become ready.
 
-It replaces the engine's buckets, on the thread that trains, while nothing is in flight.
+It replaces the engine's buckets while nothing is in flight: at the end of a step, on the thread
+that ends the backward pass, or where a checkpoint is loaded, on the one that trains.
 """
 
 from __future__ import annotations

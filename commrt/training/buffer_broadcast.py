@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overwrite the buffers of a model with rank 0's at the end of each step.
 
-It reads and writes the model's buffers on the thread that runs the backward pass; the communication
-thread sends a copy.
+It reads and writes the model's buffers on the thread that ends the step: that of the backward pass,
+or the one that trains in a step without a pass. The communication thread sends a copy.
 """
 
 from __future__ import annotations

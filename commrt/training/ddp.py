@@ -58,9 +58,9 @@ class DDPState:
     _residuals: dict[int, tuple[tuple[int, ...], Tensor]] = field(
         default_factory=dict, init=False, repr=False
     )
-    """For each bucket, its parameters by id, and their residuals."""
+    """For each bucket, its parameters' ids, and their residuals: what rounding lost, sent later."""
     _residual_of: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
-    """The same for each parameter, as views: DDP's second step has other buckets."""
+    """Residuals by parameter's id, as views: DDP's second step has other buckets."""
 
     def __post_init__(self) -> None:
         require_world(self.world)

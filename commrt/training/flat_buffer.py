@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that carries tensors of any dtypes step after step: filled, sent, and written back.
 
-The thread that trains fills it, and writes what came over its caller's tensors, so that autograd
-notices. In between the communication thread sends `FlatBuffer.flat`, or receives in it.
+The thread that ends a step's backward pass fills it (with backup workers the communication thread),
+and writes what came over its caller's tensors, so that autograd notices. In between the
+communication thread sends `FlatBuffer.flat`, or receives in it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 A scaler is known if it was given to `attach`, or, where ranks train synchronously, once torch's
 `GradScaler.step` has stepped an optimizer; a subclass whose own `step` never calls that is to be
 given. Ranks compare scales in the headers of the steps that follow, with the optimizers' settings.
-On the thread that trains; changes no scaler.
+On the thread that steps or runs the backward pass; texts for errors also on the one that unpacks.
+Changes no scaler.
 """
 
 from __future__ import annotations

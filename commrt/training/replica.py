@@ -56,10 +56,11 @@ class Replica(ABC):
     """One rank's attached model; made by `attach`.
 
     Subclasses call `_live` last in `__init__`, and write `last`, `_stats` and `_step` where a step
-    ends.
+    ends; backup workers add to `_dropped`.
 
-    All methods belong to the thread that trains, but `stop`; hooks of gradients run on that of the
-    backward pass, for which it waits. Every rank must call those marked collective.
+    All belongs to the thread that trains, but `stop` and `waits_for`, which are for any; hooks of
+    gradients run on that of the backward pass, for which it waits. Every rank must call those
+    methods that are marked collective.
     """
 
     drops_gradients = False
@@ -102,7 +103,7 @@ class Replica(ABC):
         after_step: Callable[[Optimizer], None],
         checks: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Begin to act on optimizers' steps (`OptimizerSteps`), and on what `handles` stand for.
+        """Begin to act on optimizers' steps (`OptimizerSteps`); `detach` removes `handles`.
 
         From then on the modules that hold a parameter keep this replica alive (`Keeper`).
         """

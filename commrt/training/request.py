@@ -2,7 +2,8 @@
 """The checked arguments of `attach`, and how every way to train makes its replica of them.
 
 Ranks agree, then begin with rank 0's state: model, optimizers and `also` are overwritten. Where
-processes may come later, the store learns what they must have. On the thread that trains.
+processes may come later, the store learns what they must have. On the thread that trains, but for
+`Request._own_settings`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """What a loop sends along with its gradients, and what came back; buckets carry it.
 
 Numbers, the wish to stop or to skip, and what the gradients weigh, which `gradient_weights` knows.
-It sends nothing itself. Used on the thread that trains.
+It sends nothing itself. Used on the thread that trains, or that of its backward pass; any thread
+may set `Riding.wants_stop`.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class Rode(NamedTuple):
 class Riding:
     """What one rank sends along in its next step, and what all ranks sent in the latest one.
 
-    Replicas call it on the thread that trains, and so do `BackupStep` and `Standing`. Of other
-    objects it writes `weights`: it takes what gradients weigh when they leave, and sets `is_idle`.
+    Replicas, and `BackupStep` and `Standing` of backup workers, call it on the thread that trains,
+    or that of its backward pass. Of other objects it writes `weights`: it takes what gradients
+    weigh when they leave, and sets `is_idle`.
     """
 
     def __init__(self, rank: int, weights: GradientWeights) -> None:

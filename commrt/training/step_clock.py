@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a step ends, where ranks exchange after the optimizers' steps, in a loop that says nothing.
 
-Counts alone: no tensor, no model and no world. Used on the thread that trains;
-docs/architecture.md has a drawing.
+Counts alone: no tensor, no model and no world. Used on the thread that trains, and `on_pass` on
+that of its backward pass; docs/architecture.md has a drawing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step of a rank did and cost, and the totals of all: plain records, which never change.
 
-Replicas make them on the thread that trains.
+Replicas make them where a step ends: on the thread that trains, or that of its backward pass.
 """
 
 from __future__ import annotations

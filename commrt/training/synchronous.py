@@ -2,8 +2,8 @@
 """Synchronous training: a replica, its step in the backward pass, and its checkpoints and `join`.
 
 Hooks of gradients begin and end a step on the thread that runs the backward pass, for which the
-thread that trains waits in ``backward()``, if it is not the same. All else runs on the thread that
-trains.
+thread that trains waits in ``backward()``, if it is not the same. Any thread may read `waits_for`;
+all else runs on the thread that trains.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SynchronousReplica(Replica):
 
     @property
     def waits_for(self) -> int | None:
-        """See `Replica.waits_for`."""
+        """The bucket, by index, for which ``backward()`` waits now; for any thread to read."""
         if self._running is None or not self._ready.all_left:
             return None
         in_flight = self._in_flight

@@ -28,7 +28,7 @@ LEAST = tl.constexpr(LEAST_BITS)
 WHOLE = tl.constexpr(1.5 * 2**23)
 """Added to a small number, it leaves the nearest integer in the lowest bits."""
 SUBNORMAL = tl.constexpr(2.0**14)
-"""The same for multiples of 2 ** -9, the least that e4m3 has."""
+"""Added, it leaves the nearest multiple of 2 ** -9, the least of e4m3, in the lowest bits."""
 SUBNORMAL_BITS = tl.constexpr(0x46800000)
 LEAST_NORMAL_BITS = tl.constexpr(0x3C800000)
 """2 ** -6, the least of e4m3 with all its bits."""
