@@ -54,8 +54,9 @@ class Engine:
 
     Threads: methods called ``..._now`` run on the communication thread, or in place of it, and so
     do the private ones, but for `_prove` and `_let_go`. Any may call `require_proven`, `schedule`,
-    `is_current` and `scale`. All else is for the thread that trains, with nothing in flight; backup
-    workers replace buckets on the communication thread, while the other one waits.
+    `is_current` and `scale`. All else is for the thread that trains, or that of its backward pass,
+    with nothing in flight; backup workers replace buckets on the communication thread, while the
+    other one waits.
 
     What it writes of others: of its buckets the wires, residuals, riders, `weight` and `factor`.
     `AveragingEngine`, the only subclass, uses private parts, as it says.
@@ -83,8 +84,8 @@ class Engine:
         """Raises unless a schedule does what it must; sees each once."""
         self._remade = RemadeSchedules()
         self.own_weight = 1.0
-        """What this rank's gradients weigh in a mean over ranks; the thread that trains sets it
-        when a step begins.
+        """What this rank's gradients weigh in a mean over ranks; set when a step begins, on the
+        thread that trains or that of its backward pass.
         """
         # by what the weights that ride with a step's first bucket change the scale of later ones
         self._factor = 1.0

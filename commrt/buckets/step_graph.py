@@ -58,8 +58,8 @@ class BoundStep:
 class StepGraphs:
     """The device graphs of a model's `buckets`.
 
-    `carry` and `capture` run on the communication thread, or in place of it. The thread that trains
-    reads `is_due` and `reasons` between steps.
+    `carry` and `capture` run on the communication thread, or in place of it. Between steps the
+    thread that ends a backward pass reads `is_due`, and the one that trains `reasons`.
     """
 
     def __init__(self, buckets: Sequence[GradientBucket], transport: Transport) -> None:
