@@ -6,8 +6,11 @@ that. Functions run without Python's lock. The compiler may not fuse or reorder 
 here, so each is rounded as the definition says. It can use wide registers only in loops whose index
 cannot be negative: hence the many functions of whole slices. They write to the memory they are
 given, on the calling thread: `x` are a tile's values, `y` those in units of their scales, and `q`
-the codes, a byte each. Importing this raises `RuntimeError` where Numba may write no cache:
-compiling takes 6 seconds.
+the codes, a byte each.
+
+Numba's cache sees changes of this file only: after a change of a constant that is imported here,
+touch this file. Importing this raises `RuntimeError` where Numba may write no cache: compiling
+takes 6 seconds.
 """
 
 from __future__ import annotations

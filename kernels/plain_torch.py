@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pack, scale, reduce and mix in plain torch: this defines the kernels, and runs on CPUs.
+"""Pack, scale, reduce and mix in plain torch: this defines the kernels.
 
-Functions write to their targets only. Unpacking is a copy, and has no function here.
+It runs on CPUs, and on GPUs where Triton has no kernel; on any thread, on several at once. The
+functions write to their targets only. Unpacking is a copy, and has no function here.
 """
 
 from __future__ import annotations

@@ -214,3 +214,9 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_generations_keep_all_promises_in_every_order_of_events(model):
     assert model.explore() > 20
+
+
+def test_a_rank_that_answers_again_is_said_to_but_not_a_process_in_its_place():
+    before = Generation(1, {0: 0, 1: 0, 2: 0}, silent=(1, 2))
+    after = Generation(2, {0: 0, 1: 0, 2: 1})
+    assert after.changes_since(before) == ["a new process has the place of rank 2", "rank 1 answers again"]

@@ -80,7 +80,7 @@ class Generation(NamedTuple):
 
     def changes_since(self, before: Generation) -> list[str]:
         """Return a sentence for each rank that was lost, replaced or silent since the generation
-        `before`.
+        `before`, or answers again.
         """
         changes = [str(loss) for loss in self.lost if loss not in before.lost]
         places = {*before.members, *(loss.rank for loss in before.lost)}
@@ -92,4 +92,7 @@ class Generation(NamedTuple):
             else:
                 changes.append(f"rank {rank} has come")
         silent = [rank for rank in self.silent if rank not in before.silent]
-        return changes + [f"rank {rank} does not answer, and is not waited for" for rank in silent]
+        changes += [f"rank {rank} does not answer, and is not waited for" for rank in silent]
+        back = {*before.silent}.intersection(self.members).difference(self.silent)
+        kept = [rank for rank in sorted(back) if self.members[rank] == before.members[rank]]
+        return changes + [f"rank {rank} answers again" for rank in kept]

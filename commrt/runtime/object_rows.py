@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects as rows of bytes, and the schedules that copy rows among the members of a world.
 
-Pure functions, for any thread; `World` sends what they make.
+`broadcast_among` and `require_member` also serve ``World.broadcast``, of any tensor. Pure
+functions, for any thread; `World` sends what they make.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overwrite the buffers of a model with rank 0's at the end of each step.
+"""Overwrite the buffers of a model with rank 0's at the end of each step, or in `join` with those
+of the first rank that has data.
 
 It reads and writes the model's buffers on the thread that ends the step: that of the backward pass,
-or the one that trains in a step without a pass. The communication thread sends a copy.
+or the one that trains in a step without a pass. The communication thread sends a copy; on CPUs the
+caller may do that itself, and `submit` then waits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on the gradients of parameters; each runs on the thread that runs the backward pass.
 
-They refuse sparse gradients, and call a replica; nothing else. C++ holds the hooks of a parameter,
-where Python's garbage collector does not look: what they refer to would never be freed if it
-referred back. So these refer weakly to a replica, and the model's modules keep the replica alive
-(`Keeper`).
+They call a replica, and nothing else. `on_dense_gradients` raises for every sparse gradient,
+`on_counted_gradients` for those that the order of buckets does not await; buckets look at others.
+
+C++ holds the hooks of a parameter, where Python's garbage collector does not look: what they refer
+to would never be freed if it referred back. So these refer weakly to a replica, and the model's
+modules keep the replica alive (`Keeper`).
 """
 
 from __future__ import annotations
@@ -66,14 +68,14 @@ def on_counted_gradients(
     params: Iterable[Named],
     order: ReadyOrder,
     fill: Callable[[T], None],
-    refuse: Callable[[T, str], None],
+    other: Callable[[T, str], None],
 ) -> Iterator[RemovableHandle]:
     """Let `order` count gradients as they become ready; does not keep `owner` alive.
 
-    It calls ``fill(owner)`` when a bucket has all of its gradients, and ``refuse(owner, name)`` for
+    It calls ``fill(owner)`` when a bucket has all of its gradients, and ``other(owner, name)`` for
     a gradient that it does not await, such as the first of a pass. Of all others nothing runs here,
     which is why `on_dense_gradients` does not do for both. ``backward()`` raises `UsageError` for a
-    sparse gradient among those refused, and for a parameter that outlived `owner`.
+    sparse gradient among these, and for a parameter that outlived `owner`.
     """
     weakly = ref(owner)
 
@@ -81,15 +83,17 @@ def on_counted_gradients(
         if (here := weakly()) is not None:
             fill(here)
 
-    def refused(name: str, param: Tensor) -> None:
+    def not_awaited(name: str, param: Tensor) -> None:
         grad = param.grad
         if grad is not None and grad.layout is not torch.strided:
             raise UsageError(SPARSE.format(name=name, layout=grad.layout))
         if (here := weakly()) is None:
             raise UsageError(OUTLIVED.format(name=name))
-        refuse(here, name)
+        other(here, name)
 
-    return (_on_accumulated(param, order.counter(name, filled, refused)) for name, param in params)
+    return (
+        _on_accumulated(param, order.counter(name, filled, not_awaited)) for name, param in params
+    )
 
 
 def _on_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -221,7 +221,7 @@ class Replica(ABC):
 
         All ranks see it in `stopping` after the same step: this one, if its backward pass has only
         begun, or the next. Of backup workers, a rank whose gradients come too late says it when it
-        catches up, up to a few steps later.
+        catches up, up to a few steps later. In `join`, one that has no data left says nothing more.
         """
         if self._handles:  # else the model was detached, and a handler may still call this
             self._rules.require_wishes("stop()", self._algorithm)

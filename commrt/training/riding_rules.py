@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may ride with gradients, by the way to train: rules, and the errors of calls they forbid.
 
-Values and pure functions.
+What rides are `Replica.ride`'s numbers, what gradients weigh, and wishes to stop or skip, in slots
+of the first bucket (`buckets/riders`). `weights` here are what gradients weigh. Values and pure
+functions.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from commrt.algorithm import Algorithm
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.errors import UsageError
 
-NOT_ADDED_UP = "weights travel there, and are not added up; use an all-reduce"
+NOT_ADDED_UP = "the model's weights travel there, and are not added up; use an all-reduce"
 FEEDBACK = (
     "a wire that feeds back what rounding lost, which would weigh as the step before: use one"
     " without feedback"

@@ -14,19 +14,24 @@ from commrt.tools.measuring.live_job import Look, connect, end_of, looks
 def watch(address: str, *, as_json: bool) -> None:
     """Show the job whose store is at `address` until it ends, and say how that is known.
 
-    With `as_json` a line of JSON per look, and the sentence on stderr.
+    Where the output is no terminal, a table per look. With `as_json` a line of JSON per look, and
+    the sentence on stderr.
     """
     store = connect(address)
     look = Look([], [])
+    console = Console()
     if as_json:
         for look in looks(store):
             rows = [row._asdict() for row in look.rows]
             late = [each._asdict() for each in look.late]
             print(json_of({"ranks": rows, "late": late}), flush=True)
-    else:
-        with Live(console=Console(), auto_refresh=False) as live:
+    elif console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
             for look in looks(store):
                 live.update(_table(look, address), refresh=True)
+    else:
+        for look in looks(store):
+            console.print(_table(look, address))
     Console(stderr=as_json).print(end_of(look, address), soft_wrap=True)
 
 

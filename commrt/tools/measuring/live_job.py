@@ -102,7 +102,8 @@ def _row(now: Record, before: Record | None, late: dict[int, str]) -> Row:
     if before is not None and now.number > before.number:  # else of the process that it replaces
         passed_s = now.time_s - before.time_s
         steps_per_s = (now.steps - before.steps) / passed_s
-        exposed = (now.exposed_s - before.exposed_s) / passed_s
+        # a wait counts where it ends, and may have begun long before
+        exposed = min((now.exposed_s - before.exposed_s) / passed_s, 1.0)
     state = "computes" if now.bucket is None else f"waits for bucket {now.bucket}"
     state = ENDED if now.closed else late.get(now.rank, state)
     return Row(now.rank, now.host, now.step, steps_per_s, exposed, state)
