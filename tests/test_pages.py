@@ -231,7 +231,9 @@ def raised():
                 yield node.func.id, named_texts[first.id] if isinstance(first, ast.Name) else [said(first) or ""]
 
 
-ADVICE = re.compile(r"(?i)\b(?:call|do|give|is there|leave|limit|look at|make|raise|run with|set|start|wait\(\))(?!\w)")
+ADVICE = re.compile(
+    r"(?i)\b(?:call|do(?! not)|give|is there a route|leave|limit|look at|make|raise|run with|set|start|wait\(\))(?!\w)"
+)
 
 
 def test_every_message_of_errors_between_ranks_says_what_to_do_or_is_explained():
